@@ -142,7 +142,7 @@ class CALMCLI(LightningCLI):
         parsed = parser.parse_object(
             {"control": {"class_path": spec["class_path"], "init_args": _plain(init)}}
         )
-        control = parser.instantiate_classes(parsed).control
+        control = parser.instantiate(parsed).control
         # `base` is in the table already
         (found,) = (v for v in control.variants if v != "base")
         control.variants = {name: control.variants[found]}
@@ -244,27 +244,32 @@ def _version() -> str:
     return version("calm-lightning")
 
 
-def main(args: list[str] | None = None) -> None:
-    """Entry point of `calm` and `python -m calm_lightning`."""
+def run(args: list[str] | None = None) -> CALMCLI:
+    """Do what the command line (or `args`) says; errors as Python raises them."""
     _quiet_libraries()
     torch.set_float32_matmul_precision("high")
+    return CALMCLI(
+        CalibrationModule,
+        LightningDataModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        auto_configure_optimizers=False,
+        save_config_callback=None,
+        seed_everything_default=0,
+        trainer_defaults={
+            "num_sanity_val_steps": 0,
+            "log_every_n_steps": 1,
+            "devices": 1,
+            "enable_model_summary": False,
+        },
+        parser_kwargs={"prog": "calm", "description": calm_lightning.__doc__},
+        args=args,
+    )
+
+
+def main(args: list[str] | None = None) -> None:
+    """Entry point of `calm` and `python -m calm_lightning`: bad input ends in one sentence."""
     try:
-        CALMCLI(
-            CalibrationModule,
-            LightningDataModule,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            auto_configure_optimizers=False,
-            save_config_callback=None,
-            seed_everything_default=0,
-            trainer_defaults={
-                "num_sanity_val_steps": 0,
-                "log_every_n_steps": 1,
-                "devices": 1,
-                "enable_model_summary": False,
-            },
-            parser_kwargs={"prog": "calm", "description": calm_lightning.__doc__},
-            args=args,
-        )
+        run(args)
     except (ValueError, FileNotFoundError, FloatingPointError) as error:
         raise SystemExit(f"calm: {error}") from error

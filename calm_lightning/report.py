@@ -143,21 +143,15 @@ def reliability_figure(scored: list[Scored], n_bins: int) -> Figure:
         top = metrics.ConfidenceECE(n_bins)
         top.update(s.probs, s.answer)
         r = top.reliability()
-        filled = r.count > 0
-        share = r.count / r.count.sum()
-        width = 1 / n_bins
-        axis.bar(r.low, share, width, align="edge", color="0.88", zorder=1)
-        axis.bar(
-            r.low[filled],
-            r.accuracy[filled],
-            width * 0.92,
-            align="edge",
-            color="#3b6ea8",
-            alpha=0.85,
-            zorder=2,
+        low, count, accuracy, confidence = (
+            column.numpy() for column in (r.low, r.count, r.accuracy, r.confidence)
         )
-        axis.plot(r.confidence[filled], r.accuracy[filled], "o", color="#c1272d", ms=3.5, zorder=4)
-        axis.plot([0, 1], [0, 1], "--", color="0.25", lw=0.9, zorder=3)
+        filled, width = count > 0, 1 / n_bins
+        axis.bar(low, count / count.sum(), width, align="edge", color="0.88")
+        bars = {"align": "edge", "color": "#3b6ea8", "alpha": 0.85}
+        axis.bar(low[filled], accuracy[filled], width * 0.92, **bars)
+        axis.plot([0, 1], [0, 1], "--", color="0.25", lw=0.9)
+        axis.plot(confidence[filled], accuracy[filled], "o", color="#c1272d", ms=3.5)
         axis.set(xlim=(0, 1), ylim=(0, 1))
         axis.set_title(f"{label(s.variant)}\nconf-ECE {float(top.compute()):.3f}", fontsize=9)
     figure.supxlabel("confidence", fontsize=9)

@@ -11,6 +11,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -134,3 +135,15 @@ def tiny_model_dir(tmp_path_factory, tiny_tokenizer) -> Path:
 def shared_data() -> Path:
     """The folder of the real samples (use with `needs_shared_data`)."""
     return SHARED_DATA
+
+
+class StopAfter(Callback):
+    """Ends a fit after so many train items, as a time limit of a cluster would."""
+
+    def __init__(self, items_seen: int):
+        self.items_seen = items_seen
+
+    def on_train_batch_end(self, trainer, *_):
+        """Stop where told."""
+        if trainer.fit_loop.total_batch_idx + 1 == self.items_seen:
+            raise KeyboardInterrupt

@@ -198,9 +198,7 @@ def test_reduce_sums_gradients_of_two_halves():
     theta, _alpha, task, chunked, _ = problem()
     total, grads = gradient(task, theta)
     chunks = list(chunked())
-    parts = [
-        gradient(lambda i=i: iter([list(chunked())[i]]), theta) for i in range(len(chunks))
-    ]
+    parts = [gradient(lambda i=i: iter([list(chunked())[i]]), theta) for i in range(len(chunks))]
     torch.testing.assert_close(sum(v for v, _ in parts), total)
     for i in range(2):
         torch.testing.assert_close(sum(g[i] for _, g in parts), grads[i])
