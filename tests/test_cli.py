@@ -103,7 +103,7 @@ def test_an_existing_run_is_kept_unless_told(folder, capsys):
     Path("here/mine.txt").write_text("x")
     main([*args, "--overwrite=true"])
     assert not Path("here/mine.txt").exists()
-    with pytest.raises(SystemExit, match="no elsewhere/last.ckpt to go on from"):
+    with pytest.raises(SystemExit, match=r"no elsewhere/last\.ckpt to go on from"):
         main(["fit", *DEMO, "--run_dir=elsewhere", "--ckpt_path=last"])
 
 
