@@ -70,7 +70,7 @@ def test_models_that_cannot_be_split_or_trained_are_refused(tiny_lm):
     with pytest.raises(ValueError, match="no parameter requires a gradient"):
         Backbone(frozen)
     assert Backbone(frozen, trained=False).theta() == []
-    with pytest.raises(ValueError, match="output layer .* is trainable"):
+    with pytest.raises(ValueError, match=r"output layer .* is trainable"):
         Backbone(tiny_lm)
     with pytest.raises(ValueError, match="no output layer"):
         Backbone(tiny_lm.model)
