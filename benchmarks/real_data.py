@@ -145,52 +145,71 @@ METHODS = ("calm", "fine_tuning", "temperature_scaling", "fine_tuning_same_token
 
 
 def check(args) -> None:
-    """Three seeds of every method on Alpaca rows in one prompt form."""
+    """Three seeds of every method on Alpaca rows in one prompt form; first what is claimed."""
     args.out.mkdir(parents=True, exist_ok=True)
     trials = [("base", 0), *((m, seed) for seed in args.seeds for m in METHODS)]
     if args.paper:
         trials = [("paper", 0)]
-    for name, seed in trials:
-        file = args.out / (f"{args.form}-{seed}-{name}.pt" if name != "base" else "base.pt")
-        if file.exists():
-            continue
-        make, options = SETTINGS.get(name, (CALMModule, {}))
-        batch, steps, seconds = B, T, 0.0
-        if name == "paper":  # T = 20, B = 16, gamma .5, rho tied to the lower rate, no floor
-            batch, steps = 16, 20
-            options = {"inner_lr": None, "upper_lr": 1e-4, "gamma": 0.5, "scale_min": None}
-            options |= {"warmup_fraction": 0.4}
+    for what in args.targets:
+        for name, seed in trials:
+            if what != "first_token" and seed > 0:
+                continue  # reported, not claimed: one seed
+            file = args.out / f"{args.form}-{seed}-{name}-{what}.pt"
+            if name == "base":
+                file = args.out / f"base-{what}.pt"
+            if file.exists():
+                continue
+            module = trained(args, name, seed)
+            target = targets(args.root)[what]
+            found = {s.dataset: {} for s in test(module, target)}
+            for s in module.scored:
+                found[s.dataset][s.variant] = s._asdict()
+            torch.save(found, f"{file}.part")
+            Path(f"{file}.part").rename(file)
+            numbers = {v: Scored(**s).summary(10) for v, s in found["all"].items()}
+            said = " ".join(
+                f"{v} {n['conf_ece']:.3f}/{n['accuracy']:.3f}" for v, n in numbers.items()
+            )
+            print(f"{file.name}: conf-ECE/accuracy {said}", flush=True)
+
+
+def trained(args, name: str, seed: int):
+    """One trial's module, fitted now or read back."""
+    make, options = SETTINGS.get(name, (CALMModule, {}))
+    batch, steps = B, T
+    if name == "paper":  # T = 20, B = 16, gamma .5, rho tied to the lower rate, no floor
+        batch, steps = 16, 20
+        options = {"inner_lr": None, "upper_lr": 1e-4, "gamma": 0.5, "scale_min": None}
+        options |= {"warmup_fraction": 0.4}
+    if name == "base":
+        module = build(make, args.model, options)
+        module.variants = {"base": (False, False)}
+        return module
+    state = args.out / f"{args.form}-{seed}-{name}.state"
+    if state.exists():
+        module = build(make, args.model, options)
+        module.configure_model()
+        module.load_state_dict(torch.load(state), strict=False)
+    else:
         source = AlpacaDataModule(
             root=args.root, form=args.form, max_chars_prompt=120, max_chars_response=150,
             max_length=128, batch_size=batch, inner_steps=steps, outer_steps_per_epoch=K, seed=seed,
         )  # fmt: skip
-        if name == "base":
-            module = build(make, args.model, options)
-        else:
-            module, seconds = fit(make, args.model, options, source, seed)
-        wanted = {k: v for k, v in module.variants.items() if (k == "base") == (name == "base")}
-        module.variants = {"base": (False, False)} if name == "base" else wanted
-        found = {}
-        for what, target in targets(args.root).items():
-            if seed > 0 and what != "first_token":
-                continue  # reported, not claimed: one seed
-            for s in test(module, target):
-                found[what, s.dataset, s.variant] = s._asdict()
-        extra = {"temperature": getattr(module, "temperature", None), "seconds": seconds}
-        torch.save({"scored": found, **extra}, f"{file}.part")
-        Path(f"{file}.part").rename(file)
-        numbers = " ".join(
-            f"{key[2]} {Scored(**found[key]).summary(10)['conf_ece']:.3f}"
-            for key in found
-            if key[:2] == ("first_token", "all")
-        )
-        print(f"{file.name}: {seconds:.0f} s to fit, conf-ECE {numbers}", flush=True)
+        module, seconds = fit(make, args.model, options, source, seed)
+        kept = {n: p.detach() for n, p in module.named_parameters() if p.requires_grad}
+        torch.save(kept, f"{state}.part")
+        Path(f"{state}.part").rename(state)
+        print(f"{state.name}: {seconds:.0f} s to fit", flush=True)
+    module.variants = {k: v for k, v in module.variants.items() if k != "base"}
+    return module
 
 
 def load(out: Path, form: str, name: str, key: tuple[str, str, str]) -> list[Scored]:
     """The seeds of one method on one data set."""
-    files = [out / "base.pt"] if name == "base" else sorted(out.glob(f"{form}-*-{name}.pt"))
-    return [Scored(**torch.load(file, weights_only=False)["scored"][key]) for file in files]
+    what, dataset, variant = key
+    pattern = f"base-{what}.pt" if name == "base" else f"{form}-*-{name}-{what}.pt"
+    files = sorted(out.glob(pattern))
+    return [Scored(**torch.load(file, weights_only=False)[dataset][variant]) for file in files]
 
 
 def stacked(scored: list[Scored]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -275,6 +294,7 @@ if __name__ == "__main__":
     parser.add_argument("--root", help="folder with alpaca/, arc_easy/ … instead of the hub")
     parser.add_argument("--form", default="question", help="of the source: question or alpaca")
     parser.add_argument("--only", nargs="*", help="explore: these settings")
+    parser.add_argument("--targets", nargs="*", default=["first_token", "text", "at_chance"])
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--paper", action="store_true", help="check: the paper's T 20, B 16 once")
     args = parser.parse_args()
