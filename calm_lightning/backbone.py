@@ -204,7 +204,11 @@ def with_lora(
         return lm
     # Not peft's prepare_model_for_kbit_training: it makes a float32 copy of the embeddings.
     lm.requires_grad_(False)
-    return get_peft_model(lm, lora)
+    with torch.random.fork_rng():
+        # A function of the global seed alone: methods compared under one seed start alike,
+        # whatever drew random numbers before.
+        torch.manual_seed(torch.initial_seed())
+        return get_peft_model(lm, lora)
 
 
 def resolve(model_name: str) -> str:

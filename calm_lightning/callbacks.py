@@ -90,11 +90,11 @@ class LastCheckpoint(Checkpoint):
     def on_train_batch_end(self, trainer: Trainer, *_) -> None:
         """Write after every `every`-th train item."""
         if (trainer.fit_loop.total_batch_idx + 1) % self.every == 0:
-            trainer.save_checkpoint(self.path)
+            trainer.save_checkpoint(self.path, weights_only=False)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the final state."""
-        trainer.save_checkpoint(self.path)
+        trainer.save_checkpoint(self.path, weights_only=False)
 
 
 class TestReport(Callback):
@@ -124,8 +124,7 @@ class TestReport(Callback):
         rows = report.metric_rows(pl_module.scored, n_bins)
         self.rows = report.write_metrics(self.run_dir / "metrics.json", self.run, rows)
         report.write_bins(self.run_dir / "bins.csv", pl_module.scored, n_bins)
-        pooled = [s for s in self.scored if s.dataset == "all"]
-        figure = report.reliability_figure(pooled, n_bins)
+        figure = report.reliability_figure(self.scored, n_bins)
         figure.savefig(self.run_dir / "reliability.png", dpi=150)
         if trainer.logger is not None and hasattr(trainer.logger.experiment, "add_figure"):
             trainer.logger.experiment.add_figure("test/reliability", figure, trainer.global_step)

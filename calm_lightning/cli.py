@@ -13,6 +13,7 @@ import torch
 from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch import LightningDataModule, seed_everything
 from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
@@ -228,7 +229,12 @@ def _quiet_libraries() -> None:
 
 
 def _progress():
-    return RichProgressBar() if sys.stdout.isatty() else PlainProgress()
+    if not sys.stdout.isatty():
+        return PlainProgress()
+    # One metric a line: side by side they would not fit beside the bar
+    return RichProgressBar(
+        theme=RichProgressBarTheme(metrics_text_delimiter="\n", metrics_format=".4g")
+    )
 
 
 def _plain(value):
@@ -268,7 +274,7 @@ def run(args: list[str] | None = None) -> CALMCLI:
 
 
 def main(args: list[str] | None = None) -> None:
-    """Entry point of `calm` and `python -m calm_lightning`: bad input ends in one sentence."""
+    """As `run`, but bad input ends the process with one sentence."""
     try:
         run(args)
     except (ValueError, FileNotFoundError, FloatingPointError) as error:

@@ -129,6 +129,9 @@ def table(rows: list[dict[str, Any]], dataset: str, scoring: str, title: str = "
 
 def reliability_figure(scored: list[Scored], n_bins: int) -> Figure:
     """Reliability diagrams of the top label, one panel a variant: accuracy over confidence."""
+    scored = _worth_showing(scored)
+    if any(s.dataset == "all" for s in scored):  # of several data sets only the union
+        scored = [s for s in scored if s.dataset == "all"]
     order = [v for v in ORDER if any(s.variant == v for s in scored)]
     scored = sorted(
         scored, key=lambda s: order.index(s.variant) if s.variant in order else len(order)
