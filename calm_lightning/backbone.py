@@ -33,8 +33,8 @@ class Backbone(nn.Module):
         trained: False where theta stays as it is (post-hoc methods).
 
     Raises:
-        ValueError: no output layer, attention dropout, nothing or the output layer trainable, or
-            logits that are not `output_layer(body(ids))` (soft-capped or scaled ones).
+        ValueError: no output layer, dropout outside nn.Dropout, nothing or the output layer
+            trainable, or logits that are not `output_layer(body(ids))` (soft-capped, scaled).
     """
 
     def __init__(self, lm: PreTrainedModel | PeftModel, trained: bool = True):
@@ -43,17 +43,11 @@ class Backbone(nn.Module):
         base = lm.get_base_model() if isinstance(lm, PeftModel) else lm
         if base.get_output_embeddings() is None:
             raise ValueError(f"{type(base).__name__} has no output layer: pass a causal LM")
-        if getattr(base.config, "attention_dropout", 0.0):
-            raise ValueError(
-                "the model's config.attention_dropout is not 0: set it to 0, because q_hat and the "
-                "entropy are compared without dropout and this one cannot be switched off alone"
-            )
         # Hidden in a tuple: registered twice, the body's tensors would have two names.
         self._parts = (base.base_model, base.get_output_embeddings())
         # transformers renames `past_key_values` to `cache` within version 5
         accepted = inspect.signature(base.base_model.forward).parameters
         self._cache_name = "cache" if "cache" in accepted else "past_key_values"
-        self._theta_0 = None
         theta = self.theta()
         if trained and not theta:
             raise ValueError("no parameter requires a gradient: give `lora`, or unfreeze some")
@@ -62,9 +56,9 @@ class Backbone(nn.Module):
                 "the output layer (perhaps tied to the embeddings) is trainable: freeze it with "
                 "lm.get_output_embeddings().requires_grad_(False)"
             )
-        if not isinstance(lm, PeftModel):  # a PeftModel finds theta_0 by disabling its adapters
-            self._theta_0 = [p.detach().cpu().clone() for p in theta]
-        self._check_head()
+        # Not `disable_adapter`: adapters that the user trained before belong to the start
+        self._theta_0 = [p.detach().cpu().clone() for p in theta]
+        self._check()
 
     @property
     def weight(self) -> Tensor:
@@ -126,13 +120,9 @@ class Backbone(nn.Module):
 
     @contextmanager
     def at_theta_0(self) -> Iterator[None]:
-        """The model before training: adapters off, or the saved tensors swapped in."""
+        """The model before training: its saved tensors swapped in (no gradients)."""
+        theta = self.theta()
         with torch.no_grad():
-            if self._theta_0 is None:
-                with self.lm.disable_adapter():
-                    yield
-                return
-            theta = self.theta()
             theta_k = [p.clone() for p in theta]
             try:
                 for p, saved in zip(theta, self._theta_0, strict=True):
@@ -143,14 +133,24 @@ class Backbone(nn.Module):
                     p.copy_(saved)
 
     @torch.no_grad()
-    def _check_head(self) -> None:
+    def _check(self) -> None:
+        """Compare with the model itself, in training mode with dropout off, as q_hat will be."""
         ids = torch.arange(4, device=self.device)[None] % self.vocab_size
         mask = torch.ones_like(ids)
         training = self.lm.training
         self.lm.eval()
-        ours = self.logits(self.hidden(ids, mask)[0])
         theirs = self.lm(input_ids=ids, attention_mask=mask).logits.float()
+        quiet = self.hidden(ids, mask)[0]
+        self.lm.train()
+        with self.without_dropout():
+            same = torch.equal(quiet, self.hidden(ids, mask)[0])
         self.lm.train(training)
+        if not same:
+            raise ValueError(
+                "the model drops out in a way that is no nn.Dropout module, so q_hat would be "
+                "noise: set its attention and residual dropout to 0 in the model's config"
+            )
+        ours = self.logits(quiet)
         if (ours - theirs).abs().max() > 0.05 * theirs.abs().max() + 1e-3:
             raise ValueError(
                 "this model's logits are not output_layer(last hidden state) (soft-capped or "
@@ -160,7 +160,8 @@ class Backbone(nn.Module):
 
 def load_tokenizer(model_name: str) -> PreTrainedTokenizerBase:
     """Tokenizer of a hub id, a local folder or a GGUF file."""
-    return AutoTokenizer.from_pretrained(resolve(model_name))
+    with _named(model_name):
+        return AutoTokenizer.from_pretrained(resolve(model_name))
 
 
 def load_lm(
@@ -174,14 +175,28 @@ def load_lm(
         quantization: e.g. NF4 with double quantisation.
 
     Raises:
-        FileNotFoundError: a path that holds no model.
+        FileNotFoundError: a path that holds no model; OSError: a hub id that cannot be reached.
     """
-    lm = AutoModelForCausalLM.from_pretrained(
-        resolve(model_name), dtype=dtype, quantization_config=quantization
-    )
+    with _named(model_name):
+        lm = AutoModelForCausalLM.from_pretrained(
+            resolve(model_name), dtype=dtype, quantization_config=quantization
+        )
     lm.config.use_cache = False
     lm.get_output_embeddings().requires_grad_(False)
     return lm
+
+
+@contextmanager
+def _named(model_name: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise OSError(
+            f"--model.model_name {model_name} could not be loaded (a hub id needs the hub, a local "
+            f"folder its path): {error}"
+        ) from error
 
 
 def with_lora(
@@ -252,7 +267,8 @@ def _converted(path: Path) -> Path:
     config = lm.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.random.fork_rng():
+        plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     plain.load_state_dict(lm.state_dict())
     aside = cache / f"{digest}.{os.getpid()}"
     plain.save_pretrained(aside)

@@ -19,7 +19,7 @@ class FineTuning(CalibrationModule):
 
     Raises:
         ValueError: an unknown `use`.
-        FloatingPointError: the loss is not finite; names the iteration.
+        FloatingPointError: the loss or its gradient is not finite; names the step.
     """
 
     variants = {"base": (False, False), "fine_tuning": (True, False)}  # noqa: RUF012
@@ -38,14 +38,15 @@ class FineTuning(CalibrationModule):
         theta = self.backbone.theta()
         for micro_batch in micro_batches:
             loss, grads = gradient(self.loss_over(micro_batch, adjusted=False), theta, self.reduce)
-            if not torch.isfinite(loss):
+            if not torch.isfinite(torch.stack([loss, *(g.sum() for g in grads)])).all():
                 raise FloatingPointError(
-                    f"step {self.global_step}: task loss {loss:.4g}; theta stays as it was; lower "
+                    f"step {self.global_step}: task loss {loss:.4g} or its gradient is not "
+                    "finite; theta stays as it was; lower "
                     "model.lower_lr"
                 )
             for p, g in zip(theta, grads, strict=True):
                 p.grad = g
             self.step_theta()
         self.step_schedulers()
-        self.log("task_loss", loss, prog_bar=True)
+        self.log("task_loss", loss, prog_bar=True, logger=False)
         self.log("train/task_loss", loss)

@@ -56,7 +56,7 @@ Reduce = Callable[[list[Tensor]], None]
 
 @dataclass
 class OuterStep:
-    """What one outer iteration saw; tensors are scalars on the device, so nothing waits for it."""
+    """What one outer iteration saw, as scalar tensors on the device."""
 
     task_loss: Tensor  # L(theta; alpha) on the residual batch, nats per token
     entropy: Tensor  # mean H on the calib batch, nats
@@ -108,7 +108,7 @@ def outer_step(
 
     Raises:
         ValueError: an unknown barrier or residual_alpha_grad.
-        FloatingPointError: a loss or the direction's weight is not finite; nothing was changed.
+        FloatingPointError: a loss or a gradient is not finite; nothing was changed.
     """
     if barrier not in ("grad_norm", "residual"):
         raise ValueError(f"barrier must be 'grad_norm' or 'residual', not {barrier!r}")
@@ -145,10 +145,10 @@ def outer_step(
     norm_sq, dot = inner_product(g_q, g_q, metric), inner_product(g_q, g_ent, metric)
     phi = gamma * norm_sq if barrier == "grad_norm" else gamma * q_hat.clamp_min(0.0)
     lambda_k = barrier_weight(phi, dot, norm_sq)
-    if not torch.isfinite(torch.stack([task_loss, task_tilde, negative, lambda_k])).all():
+    if not torch.isfinite(torch.stack([task_loss, task_tilde, negative, norm_sq, dot])).all():
         raise FloatingPointError(
             f"task loss {task_loss:.4g} at theta and {task_tilde:.4g} after the inner loop, "
-            f"entropy {-negative:.4g}, lambda {lambda_k:.4g}: theta and alpha stay as they were; "
+            f"entropy {-negative:.4g}, |g_q|^2 {norm_sq:.4g}: theta and alpha stay as they were; "
             "lower the rates or rho"
         )
     for p, e, q in zip(u, g_ent, g_q, strict=True):

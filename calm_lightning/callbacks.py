@@ -103,14 +103,22 @@ class TestReport(Callback):
     Args:
         run_dir: where they go; rows already there are kept, those of the same key replaced.
         run: what metrics.json says of the run.
+        check_first: set the test data up before fit, so that what cannot be tested costs no run.
     """
 
     __test__ = False  # not a test class of pytest's
 
-    def __init__(self, run_dir: str | Path, run: dict[str, Any] | None = None):
-        self.run_dir, self.run = Path(run_dir), run or {}
+    def __init__(
+        self, run_dir: str | Path, run: dict[str, Any] | None = None, check_first: bool = False
+    ):
+        self.run_dir, self.run, self.check_first = Path(run_dir), run or {}, check_first
         self.scored: list = []
         self.rows: list[dict[str, Any]] = []
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw the test questions (the DataModule keeps them)."""
+        if self.check_first and trainer.datamodule is not None:
+            trainer.datamodule.setup("test")
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write what the module's `scored` says; pictures hold every variant seen so far."""

@@ -9,6 +9,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from calm_lightning.bilevel import Loss, inner_product, outer_step
+from calm_lightning.data import prompts
+from calm_lightning.data.mcqa import option_ids
 from calm_lightning.head import Alpha
 from calm_lightning.module import CalibrationModule, with_rate
 
@@ -42,7 +44,8 @@ class CALMModule(CalibrationModule):
         gamma: barrier strength (the paper's .5).
         barrier: ``grad_norm`` (gamma |g_q|^2) or ``residual`` (gamma max(q_hat, 0)).
         barrier_metric: ``euclidean``, or ``adam``: dot products in the optimizers' diagonal metric,
-            in which AdamW's step keeps the barrier's promise.
+            scaled by their rates, in which AdamW's step keeps the barrier's promise but for its
+            momentum and the change of its second moments.
         residual_alpha_grad: ``danskin``, or ``frozen`` (Eq. 12 to the letter).
         entropy: ``exact`` over the vocabulary at response tokens; ``topk`` (20 largest);
             ``last_prompt`` (first response position: no label is used); ``options`` (letters);
@@ -57,8 +60,8 @@ class CALMModule(CalibrationModule):
 
     Raises:
         ValueError: an unknown option.
-        FloatingPointError: a loss or lambda is not finite; names the outer iteration, before which
-            the last checkpoint was written.
+        FloatingPointError: a loss or gradient is not finite; names the outer iteration and leaves
+            theta and alpha as they were before it.
     """
 
     variants = {  # noqa: RUF012
@@ -96,6 +99,7 @@ class CALMModule(CalibrationModule):
             )
         self._alpha_optimizer = alpha_optimizer
         self._epoch: list[Tensor] = []
+        self._letters: Tensor | None = None
 
     @property
     def alpha_in_use(self) -> bool:
@@ -115,14 +119,12 @@ class CALMModule(CalibrationModule):
         )
 
     def _letter_ids(self) -> Tensor:
-        """Ids of " A", " B", … after "Answer:", (C,)."""
-        ids = [
-            self.tokenizer.encode(f"Answer: {letter}", add_special_tokens=False)[-1]
-            for letter in self.hparams.letters
-        ]
-        if len(set(ids)) < len(ids):
-            raise ValueError(f"the tokenizer gives the letters {self.hparams.letters} equal ids")
-        return torch.tensor(ids, device=self.backbone.device)
+        """Ids of the letters where the question form asks for them, (C,)."""
+        if self._letters is None:
+            prompt = prompts.question("Which?")
+            _, ids = option_ids(self.tokenizer, prompt, list(self.hparams.letters), "letter")
+            self._letters = torch.tensor([i for (i,) in ids], device=self.backbone.device)
+        return self._letters
 
     def optimizers_with_rates(self) -> list[torch.optim.Optimizer]:
         """Theta's optimizer, then alpha's."""
@@ -182,7 +184,7 @@ class CALMModule(CalibrationModule):
         self._epoch.append(torch.stack([step.task_loss, step.entropy, step.q_hat, step.lambda_k]))
         shown = {"task_loss": step.task_loss, "entropy": step.entropy}
         shown |= {"lambda": step.lambda_k, "q_hat": step.q_hat}
-        self.log_dict(shown, prog_bar=True)
+        self.log_dict(shown, prog_bar=True, logger=False)
         d = 1 + self.alpha.delta.detach()
         self.log_dict(
             {
@@ -220,7 +222,7 @@ class CALMModule(CalibrationModule):
             rank_zero_warn(f"some d is at its floor model.scale_min = {floor}")
 
     def _adam_metric(self) -> list[Tensor] | None:
-        """1 / (sqrt(v_hat) + eps) of each tensor; None before the first step (no moments yet)."""
+        """Rate / (sqrt(v_hat) + eps) of each tensor; None before the first step (no moments)."""
         metric = []
         for optimizer in self.optimizers():
             for group in optimizer.param_groups:
@@ -229,5 +231,6 @@ class CALMModule(CalibrationModule):
                     if not state or "exp_avg_sq" not in state:
                         return None
                     bias = 1 - group["betas"][1] ** float(state["step"])
-                    metric.append(1 / ((state["exp_avg_sq"] / bias).sqrt() + group["eps"]))
+                    root = (state["exp_avg_sq"] / bias).sqrt()
+                    metric.append(group["lr"] / (root + group["eps"]))
         return metric

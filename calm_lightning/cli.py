@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning.pytorch import LightningDataModule, seed_everything
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 from rich.table import Table
 
@@ -50,54 +51,85 @@ class CALMCLI(LightningCLI):
             "init_args}; they take the model and rates from `model`. {} only tests after fit",
         )
         parser.add_argument(
-            "--checkpoint_every", type=int, default=5, help="outer iterations between last.ckpt"
+            "--checkpoint_every", type=int, default=1, help="outer iterations between last.ckpt"
         )
 
     def _parse_ckpt_path(self) -> None:
         """Leave hyperparameters to the command line and files: what the user says now wins."""
 
     def before_instantiate_classes(self) -> None:
-        """Settle the run folder before anything is built, and refuse what would be lost."""
+        """Find the run folder and the state to start from; nothing is written or removed yet."""
         c = self.config[self.subcommand]
         self.phases: dict[str, float] = {}
         stem = "-".join(Path(str(file)).stem for file in c.config or []) or "calm"
         self.run_dir = Path(c.run_dir or Path("runs") / stem)
-        self.last = self.run_dir / "last.ckpt"
-        resuming = "ckpt_path" in c and c.ckpt_path is not None
-        if resuming and c.ckpt_path == "last":
-            if not self.last.exists():
-                raise SystemExit(f"calm: there is no {self.last} to go on from: fit without it")
-            c.ckpt_path = str(self.last)
-        if self.subcommand == "fit":
-            if self.run_dir.exists() and any(self.run_dir.iterdir()) and not resuming:
-                if not c.overwrite:
-                    raise SystemExit(
-                        f"calm: {self.run_dir} holds an earlier run: go on with --ckpt_path last, "
-                        "replace it with --overwrite true, or choose another --run_dir"
-                    )
-                shutil.rmtree(self.run_dir)
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-            self._parser(self.subcommand).save(
-                c, self.run_dir / "config.yaml", skip_none=False, overwrite=True
+        last = self.run_dir / "last.ckpt"
+        self.resuming = c.ckpt_path is not None
+        if c.ckpt_path == "last":
+            if not last.exists():
+                raise SystemExit(f"calm: there is no {last} to go on from: fit without it")
+            c.ckpt_path = str(last)
+        elif c.ckpt_path is None and self.subcommand != "fit":
+            if last.exists():
+                c.ckpt_path = str(last)
+                print(f"calm: using {last}")
+            else:
+                print(f"calm: there is no {last}: this is the model before any training")
+        if self.subcommand == "fit" and rank_zero_only.rank == 0:
+            self._check_folder(c.overwrite)
+        if self.subcommand == "validate" and c.trainer.limit_val_batches == 0:
+            c.trainer.limit_val_batches = None  # a 0 in a config spares fit, not the one who asks
+
+    def _check_folder(self, overwrite: bool) -> None:
+        if self.resuming or not self.run_dir.exists() or not any(self.run_dir.iterdir()):
+            return
+        if not overwrite:
+            raise SystemExit(
+                f"calm: {self.run_dir} holds an earlier run: go on with --ckpt_path last, "
+                "replace it with --overwrite true, or choose another --run_dir"
             )
-        elif c.ckpt_path is None and self.last.exists():
-            c.ckpt_path = str(self.last)
-            print(f"calm: using {self.last}")
-        elif c.ckpt_path is None:
-            print(f"calm: there is no {self.last}: this is the model before any training")
+        if not (self.run_dir / "config.yaml").exists():
+            raise SystemExit(
+                f"calm: {self.run_dir} holds files but no config.yaml, so it is no run to "
+                "overwrite: choose another --run_dir"
+            )
+
+    def instantiate_classes(self) -> None:
+        """Build everything, the controls too, and only then touch the run folder."""
+        super().instantiate_classes()
+        if self.subcommand != "fit":
+            return
+        c = self.config.fit
+        self.fitted_controls = {
+            name: self._control(name, spec) for name, spec in (c.controls or {}).items()
+        }
+        if rank_zero_only.rank == 0:
+            if not self.resuming and self.run_dir.exists():
+                shutil.rmtree(self.run_dir)  # empty, or checked to be a run that may go
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            # as a file that finds this run again and never removes it
+            saved = c.clone()
+            saved.run_dir, saved.overwrite, saved.ckpt_path = str(self.run_dir), False, None
+            self._parser("fit").save(
+                saved, self.run_dir / "config.yaml", skip_none=False, overwrite=True
+            )
 
     def instantiate_trainer(self, **kwargs):
         """A trainer that writes into the run folder and shows how far it is."""
         c = self.config[self.subcommand]
-        self.report = TestReport(self.run_dir)
-        callbacks = [_progress(), self.report, PredictionWriter(self.run_dir)]
+        tests_after_fit = self.subcommand == "fit" and c.controls is not None
+        self.report = TestReport(self.run_dir, check_first=tests_after_fit)
+        given = self.config_init[self.subcommand].trainer.callbacks or []
+        callbacks = [*given] if isinstance(given, list) else [given]
+        callbacks += [_progress(), self.report, PredictionWriter(self.run_dir)]
         if self.subcommand == "fit":
             callbacks.append(LastCheckpoint(self.run_dir, c.checkpoint_every))
-        else:
-            kwargs.setdefault("enable_checkpointing", False)
+        elif c.trainer.enable_checkpointing is None:
+            kwargs["enable_checkpointing"] = False
         if c.trainer.logger in (None, True):
             kwargs["logger"] = self._logger()
-        kwargs.setdefault("default_root_dir", str(self.run_dir))
+        if c.trainer.default_root_dir is None:
+            kwargs["default_root_dir"] = str(self.run_dir)
         return super().instantiate_trainer(callbacks=callbacks, **kwargs)
 
     def _logger(self) -> TensorBoardLogger:
@@ -105,18 +137,20 @@ class CALMCLI(LightningCLI):
 
     # ---- fit, then the test and the controls ----------------------------------------------
 
-    def after_fit(self) -> None:
-        """With `controls`, test the result beside them and print one table."""
+    def test_beside_controls(self) -> None:
+        """With `controls`, test what was fitted beside them and print one table."""
         c = self.config.fit
         if c.controls is None:
-            print(f"calm: {self.last} is written; calm test --config … scores it")
+            config = self.run_dir / "config.yaml"
+            print(
+                f"calm: {self.run_dir}/last.ckpt is written; calm test --config {config} scores it"
+            )
             return
         self.report.run = self._about()
         with self._phase("test"):
             self.trainer.test(self.model, self.datamodule, verbose=False)
         self._free(self.model)
-        for name, spec in c.controls.items():
-            control = self._control(name, spec)
+        for name, control in self.fitted_controls.items():
             seed_everything(c.seed_everything, workers=True, verbose=False)
             kwargs = {"logger": False, "enable_checkpointing": False, "num_sanity_val_steps": 0}
             trainer = self._small_trainer(kwargs)
@@ -135,27 +169,30 @@ class CALMCLI(LightningCLI):
 
     def _control(self, name: str, spec: dict) -> CalibrationModule:
         """Build a control from `model`'s shared arguments and its own; its variant is `name`."""
+        where = f"controls.{name}"
+        if "class_path" not in spec:
+            raise SystemExit(f"calm: {where} needs a class_path, such as calm_lightning.FineTuning")
         shared = self.config.fit.model.init_args
-        own = spec.get("init_args") or {}
-        init = {key: shared[key] for key in SHARED if key in shared} | own
-        parser = ArgumentParser()
+        init = {key: shared[key] for key in SHARED if key in shared} | (spec.get("init_args") or {})
+        parser = ArgumentParser(exit_on_error=False)
         parser.add_subclass_arguments(CalibrationModule, "control")
-        parsed = parser.parse_object(
-            {"control": {"class_path": spec["class_path"], "init_args": _plain(init)}}
-        )
-        control = parser.instantiate(parsed).control
-        # `base` is in the table already
-        (found,) = (v for v in control.variants if v != "base")
-        control.variants = {name: control.variants[found]}
+        control = {"class_path": spec["class_path"], "init_args": _plain(init)}
+        try:
+            control = parser.instantiate(parser.parse_object({"control": control})).control
+        except ArgumentError as error:
+            raise SystemExit(f"calm: {where}: {_short(error)}") from None
+        trained = [v for v in control.variants if v != "base"]
+        if len(trained) != 1 or name in ("base", "alpha", "theta", "both"):
+            raise SystemExit(
+                f"calm: {where} must be a method with one variant of its own (FineTuning, "
+                "TemperatureScaling, …) under a name that is not base, alpha, theta or both"
+            )
+        control.variants = {name: control.variants[trained[0]]}  # `base` is in the table already
         return control
 
     def _free(self, module: CalibrationModule) -> None:
         module.backbone = None
         gc.collect()
-
-    def after_test(self) -> None:
-        """Print the table of everything in metrics.json."""
-        self.show()
 
     def after_predict(self) -> None:
         """Say where the predictions are."""
@@ -184,22 +221,13 @@ class CALMCLI(LightningCLI):
         self.phases[name] = time.monotonic() - began
 
     def _run_subcommand(self, subcommand: str) -> None:
-        with self._phase(subcommand) if subcommand != "fit" else self._fit_phase():
+        """The subcommand with its time, and what follows from it."""
+        with self._phase(subcommand):
             super()._run_subcommand(subcommand)
-
-    @contextmanager
-    def _fit_phase(self):
-        """Time fit itself: after_fit, which runs within, keeps its own phases."""
-        print("calm: fit", flush=True)
-        began = time.monotonic()
-        after_fit = self.after_fit
-
-        def timed() -> None:
-            self.phases["fit"] = time.monotonic() - began
-            after_fit()
-
-        self.after_fit = timed
-        yield
+        if subcommand == "fit":
+            self.test_beside_controls()
+        elif subcommand == "test":
+            self.show()
 
     def show(self) -> None:
         """The table, where everything is, and the seconds of each phase."""
@@ -235,6 +263,14 @@ def _progress():
     return RichProgressBar(
         theme=RichProgressBarTheme(metrics_text_delimiter="\n", metrics_format=".4g")
     )
+
+
+def _short(error: BaseException, most: int = 600) -> str:
+    """One line for an error; where jsonargparse quotes whole namespaces, its cause instead."""
+    while "Namespace(" in str(error) and (error.__cause__ or error.__context__):
+        error = error.__cause__ or error.__context__
+    text = " ".join(str(error).split())
+    return text if len(text) <= most else text[:most] + " …"
 
 
 def _plain(value):
@@ -277,5 +313,5 @@ def main(args: list[str] | None = None) -> None:
     """As `run`, but bad input ends the process with one sentence."""
     try:
         run(args)
-    except (ValueError, FileNotFoundError, FloatingPointError) as error:
-        raise SystemExit(f"calm: {error}") from error
+    except (ValueError, OSError, FloatingPointError) as error:
+        raise SystemExit(f"calm: {_short(error)}") from error

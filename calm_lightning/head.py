@@ -71,18 +71,19 @@ class Alpha(nn.Module):
 
     @torch.no_grad()
     def project_(self) -> None:
-        """After an outer step: clamp to +-clip, d to its floor, and take the mean off l.
+        """After an outer step: d to its floor, the mean off l, both to +-clip.
 
         A constant in l changes no probability, so it is no degree of freedom; without its removal
         weight rounding would let it drift.
         """
         if self.clip is not None:
             self.delta.clamp_(-self.clip - 1, self.clip - 1)
-            self.l.clamp_(-self.clip, self.clip)
         if self.scale_min is not None:
             self.delta.clamp_min_(self.scale_min - 1)
         if self.kind == "vector":
             self.l.sub_(self.l.mean())
+        if self.clip is not None:
+            self.l.clamp_(-self.clip, self.clip)
 
 
 def adjust(logits: Tensor, delta: Tensor, l: Tensor, center: bool = False) -> Tensor:
@@ -180,9 +181,9 @@ def _cross_entropy(log_p: Tensor, target: Tensor, topk: int) -> tuple[Tensor, Te
 
 def _entropy(log_p: Tensor, target: None, topk: int) -> tuple[Tensor, Tensor]:
     p = log_p.exp()
+    log_p = log_p.clamp_min_(-1e4)  # where log p is -inf, p is 0, and 0 * -inf must be 0
     entropy = -(p * log_p).sum(-1, keepdim=True)
-    # dH/dz' = -p (log p + H); p is 0 where log p is -inf in float32, and 0 * -inf must stay 0
-    return entropy.sum(), log_p.clamp_min_(-1e4).add_(entropy).mul_(p).neg_()
+    return entropy.sum(), log_p.add_(entropy).mul_(p).neg_()  # dH/dz' = -p (log p + H)
 
 
 def _topk_entropy(log_p: Tensor, target: None, topk: int) -> tuple[Tensor, Tensor]:
@@ -198,8 +199,13 @@ def _self_ce(log_p: Tensor, target: None, topk: int) -> tuple[Tensor, Tensor]:
 _FORMS = dict(zip(LOSS_FORMS, (_cross_entropy, _entropy, _topk_entropy, _self_ce), strict=True))
 
 
-def fold(weight: Tensor, bias: Tensor | None, delta: Tensor, l: Tensor) -> tuple[Tensor, Tensor]:
+def fold(
+    weight: Tensor, bias: Tensor | None, delta: Tensor, l: Tensor, center: bool = False
+) -> tuple[Tensor, Tensor]:
     """Output layer whose plain logits are the adjusted ones: ((1 + delta) W, (1 + delta) b + l)."""
     scale = 1 + delta
+    if center:
+        weight = weight - weight.mean(0)
+        bias = None if bias is None else bias - bias.mean()
     folded_bias = l if bias is None else scale * bias + l
     return (weight.to(delta.dtype) * scale[:, None]).to(weight.dtype), folded_bias.to(weight.dtype)

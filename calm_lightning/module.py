@@ -88,6 +88,7 @@ class CalibrationModule(LightningModule):
         self.backbone: Backbone | None = None
         self.alpha: Alpha | None = None
         self.scored: list[Scored] = []
+        self._rng: dict[str, Tensor] | None = None
         self._tally = Tally()
         # In a tuple: Lightning must not see the bare model as a submodule beside the backbone.
         self._given = (model,)
@@ -142,10 +143,11 @@ class CalibrationModule(LightningModule):
                 f"strategy {type(trainer.strategy).__name__} shards or moves parameters, and the "
                 "dot products of lambda need whole ones: use one device or ddp"
             )
-        if trainer.precision == "16-mixed":
+        if trainer.precision not in ("32-true", "bf16-mixed", "64-true"):
             raise ValueError(
-                "16-mixed needs one loss scale for both gradients, which is not built yet: use "
-                "bf16-mixed or 32-true"
+                f"precision {trainer.precision} is not supported: theta, alpha and the products of "
+                "lambda are float32, and 16-mixed would need one loss scale for both gradients, "
+                "which is not built yet; use bf16-mixed or 32-true"
             )
         return []
 
@@ -160,6 +162,7 @@ class CalibrationModule(LightningModule):
         adjusted: bool = True,
         first_only: bool = False,
         support: Tensor | None = None,
+        local: bool = False,
     ) -> Loss:
         """A loss of a micro-batch, chunk by chunk: sum of nats / number of supervised tokens.
 
@@ -170,13 +173,14 @@ class CalibrationModule(LightningModule):
             adjusted: with alpha or without.
             first_only: only the position that predicts a row's first response token.
             support: restricts the distribution to these tokens.
+            local: divide by this process's tokens alone, not by those of all processes.
         """
         labels = batch["labels"][:, 1:]
         counted = labels != -100
         if first_only:
             counted &= counted.cumsum(1) == 1
         count = counted.sum()
-        if self._distributed:
+        if self._distributed and not local:
             torch.distributed.all_reduce(count)
         rows = self.hparams.micro_batch_size or len(labels)
 
@@ -234,13 +238,23 @@ class CalibrationModule(LightningModule):
         return 0.5 * (1 + math.cos(math.pi * (k - warmup) / max(1, total - warmup)))
 
     def on_train_start(self) -> None:
-        """Set the rates now that the number of items is known.
+        """Set the rates now that the number of items is known, and the dice where they lay.
 
         Not through `trainer.estimated_stepping_batches` in `configure_optimizers`: it makes the
         loaders before a checkpoint is read, and Lightning then never gives them their state back.
         """
         if self.trainer.max_epochs in (None, -1):
             raise ValueError("set trainer.max_epochs: the cosine needs the number of iterations")
+        if math.isinf(self.trainer.num_training_batches):
+            raise ValueError(
+                "the train loader has no length, which the cosine needs: give it a __len__ or set "
+                "trainer.limit_train_batches"
+            )
+        if self._rng is not None:
+            torch.set_rng_state(self._rng["cpu"].cpu())
+            if self.device.type == "cuda":
+                torch.cuda.set_rng_state(self._rng["cuda"].cpu(), self.device)
+            self._rng = None
         for scheduler in self._schedulers():
             groups = scheduler.optimizer.param_groups
             for group, peak in zip(groups, scheduler.base_lrs, strict=True):
@@ -282,10 +296,16 @@ class CalibrationModule(LightningModule):
         checkpoint["state_dict"] = {
             name: t for name, t in checkpoint["state_dict"].items() if name in kept
         }
+        # dropout of the inner loop goes on where it was
+        rng = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            rng["cuda"] = torch.cuda.get_rng_state(self.device)
+        checkpoint["rng"] = rng
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another model or method, which strict_loading=False would hide."""
         self.configure_model()
+        self._rng = checkpoint.get("rng")
         wanted, found = self._trained(), set(checkpoint["state_dict"])
         if wanted != found:
             missing, unknown = sorted(wanted - found), sorted(found - wanted)
@@ -298,11 +318,11 @@ class CalibrationModule(LightningModule):
     # ---- evaluation -----------------------------------------------------------------------
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0):
-        """Source tokens: task loss and entropy. Questions: kept for conf-ECE and accuracy."""
+        """Source tokens: task loss and entropy, as served. Questions: kept for conf-ECE."""
         if "labels" in batch:
             tokens = (batch["labels"][:, 1:] != -100).sum()
             for name, form in (("task_loss", "cross_entropy"), ("entropy", "entropy")):
-                mean = value(self.loss_over(batch, form))
+                mean = value(self.loss_over(batch, form, adjusted=self.alpha_in_use, local=True))
                 self.log(
                     f"val/{name}",
                     mean,
@@ -325,7 +345,7 @@ class CalibrationModule(LightningModule):
         self._score(batch, self.variants)
 
     def on_test_epoch_end(self) -> None:
-        """Gather `scored` over processes and log each metric as test/<dataset>/<variant>/…."""
+        """Gather `scored` over processes; log each metric of all questions as test/<variant>/…."""
         self.scored = self._tally.gather()
         for scored in self.scored:
             if scored.dataset == "all":

@@ -6,6 +6,7 @@ import torch
 from scipy.optimize import root_scalar
 from torch import Tensor
 
+from calm_lightning.bilevel import Reduce
 from calm_lightning.head import Alpha
 from calm_lightning.module import CalibrationModule
 
@@ -17,11 +18,14 @@ def fit_temperature(
     bias: Tensor | None = None,  # (V,)
     bounds: tuple[float, float] = (0.1, 10.0),
     chunk: int = 256,
+    reduce: Reduce = lambda tensors: None,
 ) -> float:
     """Temperature T in `bounds` that minimises the NLL of softmax(z / T) over the vocabulary.
 
     The NLL is convex in 1 / T, so the root of its derivative, the mean of E_p[z] - z_target, is
     the minimum; without a root inside, T is the bound with the smaller NLL.
+
+    `reduce` sums over processes that hold a share of the positions each; all find the same T.
 
     Raises:
         ValueError: no position to fit on.
@@ -30,18 +34,22 @@ def fit_temperature(
     >>> round(fit_temperature(3 * z, torch.tensor([0, 0, 0, 0, 1]), torch.eye(2)), 3)
     3.0
     """
-    if not len(hidden):
+    count = torch.tensor(float(len(hidden)), dtype=torch.float64, device=weight.device)
+    reduce([count])
+    if not count:
         raise ValueError("temperature scaling has no calib token to fit on: give calib rows")
 
     def slope(beta: float) -> float:
-        total = 0.0
-        for rows in torch.arange(len(hidden)).split(chunk):
+        total = torch.zeros((), dtype=torch.float64, device=weight.device)
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
             z = (hidden[rows].to(weight) @ weight.T).float()
             if bias is not None:
                 z += bias
             p = (beta * z).softmax(-1)
-            total += float((p * z).sum() - z.gather(1, target[rows, None].to(z.device)).sum())
-        return total / len(hidden)
+            total += (p * z).sum() - z.gather(1, target[rows, None]).sum()
+        reduce([total])
+        return float(total / count)
 
     low, high = 1 / bounds[1], 1 / bounds[0]
     if slope(low) >= 0:
@@ -78,6 +86,11 @@ class TemperatureScaling(CalibrationModule):
         """T = 1 / d."""
         return 1 / (1 + self.alpha.delta.item())
 
+    def on_train_start(self) -> None:
+        """Begin with nothing seen: a fit that is resumed sees only the items that are left."""
+        self._seen.clear()
+        super().on_train_start()
+
     @torch.no_grad()
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Keep the hidden states that predict response tokens of the calib rows."""
@@ -91,7 +104,8 @@ class TemperatureScaling(CalibrationModule):
     def on_train_epoch_end(self) -> None:
         """Fit T on all that was seen."""
         hidden, target = (torch.cat(parts) for parts in zip(*self._seen, strict=True))
-        t = fit_temperature(hidden, target, self.backbone.weight, self.backbone.bias)
+        head = self.backbone.weight, self.backbone.bias
+        t = fit_temperature(hidden, target, *head, reduce=self.reduce)
         with torch.no_grad():
             self.alpha.delta.fill_(1 / t - 1)
         self.log("train/temperature", t, prog_bar=True)

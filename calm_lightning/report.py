@@ -65,7 +65,9 @@ def write_metrics(path: Path, run: dict[str, Any], rows: list[dict[str, Any]]) -
     rows = [r for r in old["rows"] if tuple(r[k] for k in KEY) not in fresh] + rows
     # A NaN (AUROC where all answers are right) is no JSON: null
     rows = [r | {"value": None if r["value"] != r["value"] else r["value"]} for r in rows]
-    document = {"schema": 1, "run": old.get("run", {}) | run, "rows": rows}
+    before = old.get("run", {})
+    seconds = before.get("seconds", {}) | run.get("seconds", {})
+    document = {"schema": 1, "run": before | run | {"seconds": seconds}, "rows": rows}
     _write(path, json.dumps(document, indent=1, allow_nan=False))
     return rows
 
@@ -108,7 +110,9 @@ def table(rows: list[dict[str, Any]], dataset: str, scoring: str, title: str = "
     found: dict[str, dict[str, float]] = {}
     for r in chosen:
         found.setdefault(r["variant"], {})[r["metric"]] = r["value"]
-    n, bins = chosen[0]["n"], chosen[0]["bins"]
+    sizes = {r["variant"]: (r["n"], r["bins"]) for r in chosen}
+    several = len(set(sizes.values())) > 1
+    n, bins = ("differ", "differ") if several else (chosen[0]["n"], chosen[0]["bins"])
     chance = found[chosen[0]["variant"]].get("chance")
     out = Table(title=title or f"{dataset}, {scoring}, N = {n}, M = {bins}", title_justify="left")
     out.add_column("")
@@ -120,10 +124,12 @@ def table(rows: list[dict[str, Any]], dataset: str, scoring: str, title: str = "
         numbers = found[variant]
         cells = ["–" if numbers[m] is None else f"{numbers[m]:.3f}" for m in COLUMNS]
         style = "bold" if numbers["conf_ece"] == best else None
-        out.add_row(label(variant), *cells, str(n), str(bins), style=style)
+        out.add_row(label(variant), *cells, *map(str, sizes[variant]), style=style)
     base = found.get("base")
     if base and chance and base["accuracy"] < chance + AT_CHANCE:
         out.caption = "at chance: the base model guesses here, so a low ECE shows little"
+    if several:
+        out.caption = "rows of different N or M do not compare: test them again on one set"
     return out
 
 

@@ -193,15 +193,33 @@ def test_not_a_number_stops_before_anything_changed():
     assert all(p.grad is None for p in theta + alpha)
 
 
-def test_reduce_sums_gradients_of_two_halves():
-    """Two processes, each with half of the rows, see what one process sees with all."""
-    theta, _alpha, task, chunked, _ = problem()
-    total, grads = gradient(task, theta)
-    chunks = list(chunked())
-    parts = [gradient(lambda i=i: iter([list(chunked())[i]]), theta) for i in range(len(chunks))]
-    torch.testing.assert_close(sum(v for v, _ in parts), total)
-    for i in range(2):
-        torch.testing.assert_close(sum(g[i] for _, g in parts), grads[i])
+def test_reduce_gets_every_list_once_and_its_sums_are_used():
+    """Two processes with the same half each: sums are doubled, and so is the direction."""
+    theta, alpha, task, _, upper = problem()
+    alone = outer_step(theta, alpha, task, upper, [], rho=0.3, gamma=0.5)
+    direction, calls = directions(theta, alpha), []
+
+    def double(tensors):
+        calls.append(len(tensors))
+        for t in tensors:
+            t.mul_(2)
+
+    both = outer_step(theta, alpha, task, upper, [], rho=0.3, gamma=0.5, reduce=double)
+    assert calls == [3, 5, 5]  # alpha at theta_tilde; task; entropy: each with its value
+    torch.testing.assert_close(both.lambda_k, alone.lambda_k)
+    torch.testing.assert_close(both.task_loss, 2 * alone.task_loss)
+    torch.testing.assert_close(directions(theta, alpha), [2 * d for d in direction])
+
+
+def test_a_gradient_that_is_no_number_stops_although_the_loss_is_finite():
+    theta, alpha, task, _, upper = problem()
+
+    def broken():  # sqrt has an infinite slope at 0, times 0
+        yield next(task()) + (theta[0] * 0).abs().sum().sqrt() * 0
+
+    with pytest.raises(FloatingPointError, match="stay as they were"):
+        outer_step(theta, alpha, broken, upper, [task], rho=0.3)
+    assert all(p.grad is None for p in theta + alpha)
 
 
 @pytest.mark.parametrize(

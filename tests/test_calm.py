@@ -149,7 +149,7 @@ def test_gradient_checkpointing_runs_while_dropout_is_off(tiny_lm, tiny_tokenize
         trainer(tmp_path).fit(module, source(tmp_path, T=1, K=1))
     for p, q in zip(a.backbone.theta(), b.backbone.theta(), strict=True):
         torch.testing.assert_close(p, q)
-    assert len(seen) > 4  # one forward a pass, and again in every backward pass
+    assert len(seen) == 7  # inner, theta_tilde, g_q, g_ent; again for the three backward passes
 
 
 def test_bf16_inner_loop_sees_the_moved_theta(tiny_lm, tiny_tokenizer, tmp_path):
@@ -226,7 +226,7 @@ def state(module):
 
 
 @pytest.mark.parametrize("stop_at", [2, 3, 4])  # inside an epoch, at its end, after it
-def test_resuming_continues_exactly(stop_at, tiny_lm, tiny_tokenizer, tmp_path):
+def test_resuming_continues_exactly_with_dropout(stop_at, tiny_lm, tiny_tokenizer, tmp_path):
     class Save(Callback):
         def __init__(self):
             self.losses, self.rates = [], []
@@ -239,7 +239,8 @@ def test_resuming_continues_exactly(stop_at, tiny_lm, tiny_tokenizer, tmp_path):
 
     def run(ckpt=None):
         seed_everything(0, verbose=False)
-        module, save = calm(copy.deepcopy(tiny_lm), tiny_tokenizer), Save()
+        module = calm(copy.deepcopy(tiny_lm), tiny_tokenizer, lora=lora(lora_dropout=0.3))
+        save = Save()
         t = trainer(tmp_path, epochs=2, callbacks=[save])
         t.fit(module, source(tmp_path, K=3), ckpt_path=ckpt)
         moments = [s["exp_avg_sq"] for o in t.optimizers for s in o.state.values()]
@@ -292,6 +293,9 @@ def test_the_test_reports_theta_0_and_theta_k_with_and_without_alpha(
 
 class Foreign(LightningDataModule):
     """Somebody else's data: token ids from nowhere, in the documented batches."""
+
+    def __len__(self):
+        return 4
 
     def train_dataloader(self):
         return self
@@ -370,6 +374,31 @@ def test_temperature_scaling_fits_and_keeps_the_prediction(tiny_lm, tiny_tokeniz
     assert torch.equal(
         found["base"].probs.argmax(-1), found["temperature_scaling"].probs.argmax(-1)
     )
+
+
+def test_a_loader_without_a_length_is_refused(tiny_lm, tiny_tokenizer, tmp_path):
+    class Loader:
+        def __iter__(self):
+            return iter(Foreign())
+
+    with pytest.raises(ValueError, match="no length, which the cosine needs"):
+        trainer(tmp_path).fit(calm(tiny_lm, tiny_tokenizer), Loader())
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+def test_halved_parameters_are_refused(precision, tiny_lm, tiny_tokenizer, tmp_path):
+    with pytest.raises(ValueError, match=f"precision {precision} is not supported"):
+        trainer(tmp_path, precision=precision).fit(calm(tiny_lm, tiny_tokenizer), Foreign())
+
+
+def test_a_gradient_that_is_no_number_stops_fine_tuning(tiny_lm, tiny_tokenizer, tmp_path):
+    module = FineTuning(model=tiny_lm, tokenizer=tiny_tokenizer, lora=lora())
+    module.configure_model()
+    before = state(module)
+    module.backbone.weight.data[5] = float("inf")
+    with pytest.raises(FloatingPointError, match="step 0: task loss"):
+        trainer(tmp_path).fit(module, source(tmp_path))
+    assert all(torch.equal(a, b) for a, b in zip(state(module), before, strict=True))
 
 
 @pytest.mark.parametrize("t", [0.5, 1.0, 3.0])

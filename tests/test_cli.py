@@ -70,8 +70,10 @@ def test_fit_controls_validate_test_predict(folder, capsys):
     assert sum(float(x[8]) for x in top) == 20
 
     # what the command line stored can be used again, and finds the trained state
-    main(["test", f"--config={run / 'config.yaml'}", "--run_dir=runs/demo"])
-    again = json.loads((run / "metrics.json").read_text())["rows"]
+    main(["test", f"--config={run / 'config.yaml'}"])
+    again = json.loads((run / "metrics.json").read_text())
+    assert again["run"]["seconds"].keys() >= {"fit", "test", "fit plain fine-tuning"}
+    again = again["rows"]
     key = lambda r: (r["variant"], r["metric"])  # noqa: E731
     before = {key(r): r["value"] for r in found["rows"]}
     assert {key(r): r["value"] for r in again} == before
@@ -101,19 +103,29 @@ def test_an_existing_run_is_kept_unless_told(folder, capsys):
     again = torch.load("here/last.ckpt", weights_only=True)["state_dict"]
     assert all(torch.equal(state[k], again[k]) for k in state)
     Path("here/mine.txt").write_text("x")
+    with pytest.raises(SystemExit, match="entropy must be one of"):
+        main([*args, "--overwrite=true", "--model.entropy=gini"])
+    assert Path("here/last.ckpt").exists()  # bad input costs nothing
     main([*args, "--overwrite=true"])
     assert not Path("here/mine.txt").exists()
+    Path("photos").mkdir()
+    Path("photos/cat.jpg").write_text("x")
+    with pytest.raises(SystemExit, match=r"no config\.yaml"):
+        main(["fit", *DEMO, "--run_dir=photos", "--overwrite=true"])
+    assert Path("photos/cat.jpg").exists()
     with pytest.raises(SystemExit, match=r"no elsewhere/last\.ckpt to go on from"):
         main(["fit", *DEMO, "--run_dir=elsewhere", "--ckpt_path=last"])
 
 
 def test_resuming_by_the_command_line_equals_one_run(folder):
     long = ["--data.source.outer_steps_per_epoch=4", "--controls=null", "--trainer.max_epochs=2"]
+    long.append("--model.lora.lora_dropout=0.3")  # so the dice matter
     main(["fit", *DEMO, *long, "--run_dir=whole"])
-    # the same run, stopped after 5 of 8 outer iterations by the checkpoint it then goes on from
-    stop = ["--checkpoint_every=5", "--trainer.callbacks+=conftest.StopAfter"]
-    stop.append("--trainer.callbacks.items_seen=5")
-    main(["fit", *DEMO, *long, *stop, "--run_dir=parts"])
+    # the same run, interrupted in its sixth outer iteration of 8, inside an epoch
+    stop = ["--trainer.callbacks+=conftest.StopIn", "--trainer.callbacks.item=5"]
+    with pytest.raises(SystemExit):  # Lightning's answer to Ctrl-C
+        main(["fit", *DEMO, *long, *stop, "--run_dir=parts"])
+    assert torch.load("parts/last.ckpt", weights_only=True)["global_step"] == 5
     main(["fit", *DEMO, *long, "--run_dir=parts", "--ckpt_path=last"])
     a, b = (torch.load(f"{d}/last.ckpt", weights_only=True) for d in ("whole", "parts"))
     assert a["global_step"] == b["global_step"] == 8
@@ -191,12 +203,23 @@ def test_every_overlay_runs_two_outer_iterations(combination, folder, capsys):
         ("--data.source.source=missing.jsonl", "missing.jsonl"),
         ("--data.target.benchmarks={sample: 2000}", "largest possible number is"),
         ("--model.gamma=much", "gamma"),
+        ("--model.model_name=someone/no-such-model", "someone/no-such-model"),
+        ("--controls={mine: {init_args: {}}}", "controls.mine needs a class_path"),
+        ("--controls={mine: {class_path: calm_lightning.CALMModule}}", "one variant of its own"),
+        ("--controls={mine: {class_path: calm_lightning.Nothing}}", "controls.mine: "),
+        (
+            "--controls={mine: {class_path: calm_lightning.FineTuning, init_args: {speed: 1}}}",
+            "speed",
+        ),
         ("--model.entropy=gini", "entropy must be one of"),
     ],
 )
 def test_bad_input_is_one_sentence(change, words, folder, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["fit", *DEMO, "--run_dir=bad", change])
-    said = str(stop.value) + capsys.readouterr().err
+    printed = capsys.readouterr()
+    said = str(stop.value) + printed.err
     assert words in said
     assert "Traceback" not in said
+    assert len(str(stop.value)) < 1100
+    assert "fit 1/" not in printed.out  # before any training

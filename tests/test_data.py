@@ -172,7 +172,7 @@ def test_alpaca_counts_what_it_leaves_out_and_says_it_once(tiny_tokenizer, tmp_p
     assert len(lines) == 1
     assert "repeated 2" in lines[0]
     assert "prompt too long" not in lines[0]
-    texts = [tiny_tokenizer.decode(row["input_ids"]) for row in data.sel_rows()]
+    texts = [tiny_tokenizer.decode(row["input_ids"]) for row in data.rows("sel")]
     assert texts[-1] == "<s>Question: Sing.\nAnswer: La</s>"
 
 

@@ -37,7 +37,7 @@ def fit_and_test(devices: int, folder: str, strategy: str) -> None:
     trainer = Trainer(
         max_epochs=1, accelerator="cpu", devices=devices, strategy=strategy, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        limit_val_batches=0,
+        num_sanity_val_steps=0,
     )  # fmt: skip
     trainer.fit(module, data)
     logged = {k: v.item() for k, v in trainer.callback_metrics.items()}
@@ -64,7 +64,8 @@ def test_two_processes_equal_one(tmp_path):
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
     one, two = (torch.load(tmp_path / f"{n}.pt", weights_only=False) for n in (1, 2))
-    for name in ("train/lambda", "train/q_hat", "train/task_loss", "train/entropy"):
+    names = ("train/lambda", "train/q_hat", "train/task_loss", "train/entropy")
+    for name in (*names, "val/task_loss", "val/entropy"):
         assert one["logged"][name] == pytest.approx(two["logged"][name], abs=1e-5), name
     for a, b in zip(one["trained"], two["trained"], strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)

@@ -88,6 +88,11 @@ def test_entropy_survives_probabilities_that_underflow():
     (grad,) = torch.autograd.grad(value, hidden)
     assert value.item() == 0
     assert torch.isfinite(grad).all()
+    masked = torch.tensor([[0.0, 0.0, float("-inf")]])  # a token that a mask rules out
+    delta, l = torch.zeros(3), masked[0].requires_grad_()
+    value = token_loss(torch.zeros(1, 1), weight, (delta, l), None, "entropy")
+    assert value.item() == pytest.approx(0.6931, abs=1e-4)
+    assert torch.isfinite(torch.autograd.grad(value, l)[0]).all()
 
 
 def test_entropy_has_a_gradient_and_raises_entropy():
@@ -139,14 +144,15 @@ def test_projection_floor_clip_and_mean():
         alpha.l.copy_(torch.tensor([30.0, -30.0, 1.0, 3.0]))
     alpha.project_()
     assert (1 + alpha.delta).tolist() == [0.25, 10.0, 1.0, 0.25]
-    torch.testing.assert_close(alpha.l.data, torch.tensor([10.0, -10.0, 1.0, 3.0]) - 1)
+    torch.testing.assert_close(alpha.l.data, torch.tensor([10.0, -10.0, 0.0, 2.0]))  # mean 1
 
 
-def test_fold_reproduces_the_adjusted_logits():
+@pytest.mark.parametrize("center", [False, True])
+def test_fold_reproduces_the_adjusted_logits(center):
     (hidden, delta, l), weight, bias, _ = problem()
-    folded, folded_bias = fold(weight, bias, delta, l)
+    folded, folded_bias = fold(weight, bias, delta, l, center)
     torch.testing.assert_close(
-        hidden @ folded.T + folded_bias, adjust(hidden @ weight.T + bias, delta, l)
+        hidden @ folded.T + folded_bias, adjust(hidden @ weight.T + bias, delta, l, center)
     )
 
 

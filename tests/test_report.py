@@ -26,7 +26,7 @@ def test_rows_replace_their_own_kind_and_keep_the_rest(tmp_path):
     report.write_metrics(path, {"device": "x"}, report.metric_rows([scored("theta", seed=1)], 10))
     rows = report.write_metrics(path, {}, report.metric_rows([scored(seed=2)], 10))
     found = json.loads(path.read_text())
-    assert found["run"] == {"seed": 1, "device": "x"}
+    assert found["run"] == {"seed": 1, "device": "x", "seconds": {}}
     assert found["rows"] == rows
     ece = {r["variant"]: r["value"] for r in rows if r["metric"] == "conf_ece"}
     assert ece["base"] == pytest.approx(scored(seed=2).summary(10)["conf_ece"])
@@ -92,12 +92,27 @@ def test_figure_has_a_panel_a_variant_with_its_number(tmp_path):
 
 def test_table_marks_the_best_and_warns_at_chance():
     guess = scored(K=2)
-    rows = report.metric_rows([guess, scored("theta", seed=3, K=2)], 10)
+    guess = guess._replace(answer=torch.arange(50) % 2)
+    sure = guess._replace(variant="theta", probs=torch.full((50, 2), 0.5))
+    rows = report.metric_rows([guess, sure], 10)
+    console = Console(width=140, record=True, file=io.StringIO(), force_terminal=True)
+    console.print(report.table(rows, "a", "text"))
+    text = console.export_text(styles=True)
+    assert "N = 50, M = 10" in text
+    assert "at chance" in text
+    bold = [line for line in text.splitlines() if "\x1b[1m" in line and "0.500" in line]
+    assert len(bold) == 1
+    assert "α dropped" in bold[0]  # always .5 and right half of the time
+
+
+def test_rows_of_different_sizes_say_so():
+    rows = report.metric_rows([scored()], 10) + report.metric_rows([scored("theta", n=20)], 10)
     console = Console(width=140, record=True, file=io.StringIO())
     console.print(report.table(rows, "a", "text"))
     text = console.export_text()
-    assert "N = 50, M = 10" in text
-    assert ("at chance" in text) == (guess.summary(10)["accuracy"] < 0.55)
+    assert "do not compare" in text
+    assert " 50 " in text
+    assert " 20 " in text
 
 
 class FakeLoop:

@@ -323,7 +323,7 @@ def test_the_tokenizer_is_needed_and_never_changed(tiny_tokenizer):
     assert data.pad_id() == tiny_tokenizer.eos_token_id
     next(iter(data.train_dataloader()))
     assert tiny_tokenizer.pad_token is None
-    assert (len(data.calib_rows()), len(data.sel_rows())) == (4, 4)
+    assert (len(data.rows("calib")), len(data.rows("sel"))) == (4, 4)
     assert [batch["input_ids"].shape[0] for batch in data.token_batches("train", 20)] == [16, 4]
 
 

@@ -116,14 +116,6 @@ class TokenDataModule(LightningDataModule):
             }
         return self._splits[split]
 
-    def calib_rows(self) -> TokenRows:
-        """Return the rows of S_V."""
-        return self.rows("calib")
-
-    def sel_rows(self) -> TokenRows:
-        """Return the rows that choose checkpoints and settings."""
-        return self.rows("sel")
-
     def token_batches(self, split: str, limit: int | None = None) -> Batches:
         """Return this rank's share of a split's first `limit` rows as micro-batches, in order."""
         rank, world_size = self.rank()
