@@ -338,7 +338,7 @@ class CalibrationModule(LightningModule):
         for scored in self._tally.gather():
             if scored.dataset == "all":
                 for name, number in scored.summary(self.hparams.n_bins).items():
-                    self.log(f"val/{name}", number)
+                    self.log(f"val/{name}", number, sync_dist=True)
 
     def test_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0):
         """Score a batch of questions under every variant."""
@@ -350,7 +350,7 @@ class CalibrationModule(LightningModule):
         for scored in self.scored:
             if scored.dataset == "all":
                 for name, number in scored.summary(self.hparams.n_bins).items():
-                    self.log(f"test/{scored.variant}/{name}", number)
+                    self.log(f"test/{scored.variant}/{name}", number, sync_dist=True)
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0):
         """One dict a question: what was asked, probabilities with and without alpha, answer."""

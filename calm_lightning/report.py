@@ -33,6 +33,9 @@ LABELS = {
 ORDER = ["base", "fine_tuning", "fine_tuning_same_tokens", "temperature_scaling", "alpha"]
 KEY = ("dataset", "split", "scoring", "variant", "metric")
 
+#: `Scored` is gathered already, and only rank 0 reports: a metric that waited for others would hang
+ALONE = {"distributed_available_fn": lambda: False}
+
 #: Data sets on which a small model is no better than guessing look calibrated when it collapses
 AT_CHANCE = 0.05
 
@@ -89,10 +92,8 @@ def write_bins(path: Path, scored: Iterable[Scored], n_bins: int, split: str = "
 
 def _diagrams(s: Scored, n_bins: int) -> Iterable[tuple[str, metrics.Reliability]]:
     columns = torch.arange(s.probs.shape[1])
-    top = metrics.ConfidenceECE(n_bins)
-    top.update(s.probs, s.answer)
-    yield "top", top.reliability()
-    each = metrics.ClasswiseECE(s.probs.shape[1], n_bins)
+    yield "top", _top(s, n_bins)
+    each = metrics.ClasswiseECE(s.probs.shape[1], n_bins, **ALONE)
     each.update(s.probs, s.answer, columns < s.n_options[:, None])
     classes = each.reliability()
     for k in columns.tolist():
@@ -102,6 +103,12 @@ def _diagrams(s: Scored, n_bins: int) -> Iterable[tuple[str, metrics.Reliability
         }
         yield f"class:{k}", classes._replace(**per_bin)
     yield "total", each.reliability(total=True)
+
+
+def _top(s: Scored, n_bins: int) -> metrics.Reliability:
+    metric = metrics.ConfidenceECE(n_bins, **ALONE)
+    metric.update(s.probs, s.answer)
+    return metric.reliability()
 
 
 def table(rows: list[dict[str, Any]], dataset: str, scoring: str, title: str = "") -> Table:
@@ -149,9 +156,7 @@ def reliability_figure(scored: list[Scored], n_bins: int) -> Figure:
     for axis in axes[len(scored) :]:
         axis.set_visible(False)
     for axis, s in zip(axes, scored, strict=False):
-        top = metrics.ConfidenceECE(n_bins)
-        top.update(s.probs, s.answer)
-        r = top.reliability()
+        r = _top(s, n_bins)
         low, count, accuracy, confidence = (
             column.numpy() for column in (r.low, r.count, r.accuracy, r.confidence)
         )
@@ -162,7 +167,7 @@ def reliability_figure(scored: list[Scored], n_bins: int) -> Figure:
         axis.plot([0, 1], [0, 1], "--", color="0.25", lw=0.9)
         axis.plot(confidence[filled], accuracy[filled], "o", color="#c1272d", ms=3.5)
         axis.set(xlim=(0, 1), ylim=(0, 1))
-        axis.set_title(f"{label(s.variant)}\nconf-ECE {float(top.compute()):.3f}", fontsize=9)
+        axis.set_title(f"{label(s.variant)}\nconf-ECE {float(r.ece):.3f}", fontsize=9)
     figure.supxlabel("confidence", fontsize=9)
     figure.supylabel("accuracy (bars), share of questions (grey)", fontsize=9)
     first = scored[0]

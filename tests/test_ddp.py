@@ -1,7 +1,9 @@
 """Two processes (gloo, CPU) take the step that one process takes on the same global batch."""
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,6 +76,31 @@ def test_two_processes_equal_one(tmp_path):
         torch.testing.assert_close(a["probs"], b["probs"], rtol=0, atol=1e-4)
     moved = max(p.abs().max().item() for p in one["trained"] if p.ndim == 1)
     assert moved > 1e-3  # alpha did move
+
+
+@pytest.mark.slow
+def test_the_command_line_on_two_processes_fits_tests_and_reports_once(tmp_path):
+    tokenizer = make_tokenizer(["Question: is it A?\nAnswer: A"] * 4)
+    make_lm(0).save_pretrained(tmp_path / "tiny")
+    tokenizer.save_pretrained(tmp_path / "tiny")
+    found = {}
+    for devices in (1, 2):
+        command = [
+            sys.executable, "-m", "calm_lightning", "fit",
+            f"--config={Path(__file__).parents[1] / 'configs' / 'demo.yaml'}",
+            "--model.model_name=tiny", "--data.source.max_length=400",
+            "--data.source.outer_steps_per_epoch=2", "--data.target.scoring=text",
+            "--data.target.benchmarks={sample: 21}", "--trainer.accelerator=cpu",
+            f"--trainer.devices={devices}", "--trainer.strategy=ddp", f"--run_dir=run{devices}",
+        ]  # fmt: skip
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.count("run folder:") == 1
+        rows = json.loads((tmp_path / f"run{devices}" / "metrics.json").read_text())["rows"]
+        found[devices] = {(r["variant"], r["metric"]): (r["value"], r["n"]) for r in rows}
+    for key in (("base", "nll"), ("temperature_scaling", "nll"), ("base", "conf_ece")):
+        assert found[1][key][0] == pytest.approx(found[2][key][0], abs=1e-3)
+        assert found[2][key][1] == 21
 
 
 if __name__ == "__main__":
