@@ -12,7 +12,8 @@ from calm_lightning.bilevel import Loss, inner_product, outer_step
 from calm_lightning.data import prompts
 from calm_lightning.data.mcqa import option_ids
 from calm_lightning.head import Alpha
-from calm_lightning.module import CalibrationModule, with_rate
+from calm_lightning.module import CalibrationModule
+from calm_lightning.optim import adamw_alpha, with_rate
 
 #: name -> (form of the loss, first response position only, over the letters only)
 ENTROPIES = {
@@ -22,11 +23,6 @@ ENTROPIES = {
     "options": ("entropy", True, True),
     "self_ce": ("self_ce", False, False),
 }
-
-
-def adamw_alpha(params) -> torch.optim.Optimizer:
-    """AdamW for alpha, without decay; its rate is set by `upper_lr`."""
-    return torch.optim.AdamW(params, betas=(0.9, 0.95), weight_decay=0.0)
 
 
 class CALMModule(CalibrationModule):

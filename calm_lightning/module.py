@@ -16,12 +16,8 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenize
 from calm_lightning.backbone import Backbone, load_lm, load_tokenizer, with_lora
 from calm_lightning.bilevel import Loss, value
 from calm_lightning.head import Alpha, token_loss
+from calm_lightning.optim import adamw, warmup_cosine, with_rate
 from calm_lightning.scoring import Scored, Tally, option_log_probs, probabilities
-
-
-def adamw(params) -> torch.optim.Optimizer:
-    """AdamW of App. C.1 and C.2 for theta; its rate is set by `lower_lr`."""
-    return torch.optim.AdamW(params, betas=(0.9, 0.95), weight_decay=0.02)
 
 
 class CalibrationModule(LightningModule):
@@ -231,11 +227,7 @@ class CalibrationModule(LightningModule):
         total = self.trainer.num_training_batches * (self.trainer.max_epochs or 1)
         if math.isinf(total):  # no loader yet, see on_train_start
             return 1.0
-        warmup = round(self.hparams.warmup_fraction * total)
-        if k < warmup:
-            # k + 1: a first step at rate 0 would waste a whole outer iteration
-            return (k + 1) / warmup
-        return 0.5 * (1 + math.cos(math.pi * (k - warmup) / max(1, total - warmup)))
+        return warmup_cosine(k, total, round(self.hparams.warmup_fraction * total))
 
     def on_train_start(self) -> None:
         """Set the rates now that the number of items is known, and the dice where they lay.
@@ -321,20 +313,25 @@ class CalibrationModule(LightningModule):
         """Source tokens: task loss and entropy, as served. Questions: kept for conf-ECE."""
         if "labels" in batch:
             tokens = (batch["labels"][:, 1:] != -100).sum()
-            for name, form in (("task_loss", "cross_entropy"), ("entropy", "entropy")):
-                mean = value(self.loss_over(batch, form, adjusted=self.alpha_in_use, local=True))
-                self.log(
-                    f"val/{name}",
-                    mean,
-                    batch_size=int(tokens),
-                    sync_dist=True,
-                    add_dataloader_idx=False,
-                )
+            means = [
+                value(self.loss_over(batch, form, adjusted=self.alpha_in_use, local=True))
+                for form in ("cross_entropy", "entropy")
+            ]
+            self._nats += torch.stack([tokens, *(mean * tokens for mean in means)]).double().cpu()
         else:
             self._score(batch, {"val": (True, self.alpha_in_use)})
 
+    def on_validation_epoch_start(self) -> None:
+        """Begin the sums. Not self.log: over processes it weights by truncated integers."""
+        self._nats = torch.zeros(3, dtype=torch.float64)  # tokens, nats of task loss, of entropy
+
     def on_validation_epoch_end(self) -> None:
-        """Log accuracy and calibration of the questions of `sel`, if there were any."""
+        """Log the source's losses; accuracy and calibration where there were questions."""
+        sums = self._nats.to(self.device, torch.float32)
+        self.reduce([sums])
+        if sums[0]:
+            self.log("val/task_loss", sums[1] / sums[0], sync_dist=True)
+            self.log("val/entropy", sums[2] / sums[0], sync_dist=True)
         for scored in self._tally.gather():
             if scored.dataset == "all":
                 for name, number in scored.summary(self.hparams.n_bins).items():
@@ -390,13 +387,3 @@ class CalibrationModule(LightningModule):
                 found = option_log_probs(self.backbone, batch, adjustments)
             for name, (log_probs, mass) in found.items():
                 self._tally.add(batch, name, log_probs, mass)
-
-
-def with_rate(make: OptimizerCallable, params: list, lr: float, name: str) -> torch.optim.Optimizer:
-    """Optimizer with this rate; ValueError where the callable brings a rate of its own."""
-    optimizer = make(params)
-    if optimizer.defaults["lr"] != type(optimizer)(params).defaults["lr"]:
-        raise ValueError(f"the optimizer has an lr of its own: remove it and set model.{name}")
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    return optimizer
