@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from calm_lightning import samples
 from calm_lightning.data import prompts
 from calm_lightning.data.files import SUFFIXES, load_rows, read_rows, text_column
@@ -28,36 +26,18 @@ class AlpacaDataModule(TokenDataModule):
     repeats, rows over `max_chars_prompt` (instruction + input) or `max_chars_response` characters
     where these are asked for, and rows whose prompt fills `max_length`. What remains is split in
     file order: sel and calib are the last two tenths (2,000 rows each for the full Alpaca), or
-    `sizes`.
+    `sizes`. The other arguments are `TokenDataModule`'s.
     """
 
     def __init__(
         self,
         source: str = "tatsu-lab/alpaca",
         form: str = "alpaca",
-        max_length: int = 512,
-        batch_size: int = 16,
-        inner_steps: int = 20,
-        outer_steps_per_epoch: int = 20,
-        seed: int = 0,
-        root: str | Path | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        sizes: dict[str, int] | None = None,
         max_chars_prompt: int | None = None,
         max_chars_response: int | None = None,
-        val_rows: int = 64,
+        **shared: Any,
     ):
-        super().__init__(
-            tokenizer,
-            batch_size,
-            inner_steps,
-            outer_steps_per_epoch,
-            max_length,
-            seed,
-            root,
-            sizes,
-            val_rows,
-        )
+        super().__init__(**shared)
         if form not in prompts.FORMS:
             raise ValueError(f'form is "{form}"; it is one of {", ".join(prompts.FORMS)}.')
         self.source, self.form = str(source), form

@@ -3,11 +3,9 @@
 import random
 import string
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from calm_lightning.data import prompts
 from calm_lightning.data.prompts import Prompt
@@ -70,32 +68,14 @@ class MCQADataModule(TokenDataModule):
         self,
         benchmarks: dict[str, int | None],
         scoring: str = "letter",
-        root: str | Path | None = None,
         files: dict[str, dict[str, Any]] | None = None,
         fit_benchmarks: dict[str, int | None] | None = None,
         distinct_first_token: bool = False,
         chat: bool = False,
         eval_batch_size: int = 16,
-        max_length: int = 512,
-        batch_size: int = 16,
-        inner_steps: int = 20,
-        outer_steps_per_epoch: int = 20,
-        seed: int = 0,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        sizes: dict[str, int] | None = None,
-        val_rows: int = 64,
+        **shared: Any,
     ):
-        super().__init__(
-            tokenizer,
-            batch_size,
-            inner_steps,
-            outer_steps_per_epoch,
-            max_length,
-            seed,
-            root,
-            sizes,
-            val_rows,
-        )
+        super().__init__(**shared)
         if scoring not in SCORINGS:
             raise ValueError(f'scoring is "{scoring}"; it is one of {", ".join(SCORINGS)}.')
         for name, count in [*benchmarks.items(), *(fit_benchmarks or {}).items()]:
