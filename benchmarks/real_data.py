@@ -213,7 +213,17 @@ def load(out: Path, form: str, name: str, key: tuple[str, str, str]) -> list[Sco
     what, dataset, variant = key
     pattern = f"base-{what}.pt" if name == "base" else f"{form}-*-{name}-{what}.pt"
     files = sorted(out.glob(pattern))
-    return [Scored(**torch.load(file, weights_only=False)[dataset][variant]) for file in files]
+    found = []
+    for file in files:
+        kept = torch.load(file, weights_only=False)
+        parts = [Scored(**kept[part][variant]) for part in dataset.split(" + ")]
+        width = max(part.probs.shape[1] for part in parts)
+        pad = torch.nn.functional.pad
+        probs = torch.cat([pad(p.probs, (0, width - p.probs.shape[1])) for p in parts])
+        ids = [i for part in parts for i in part.id]
+        rest = [torch.cat([p[field] for p in parts]) for field in range(5, 8)]
+        found.append(Scored(dataset, what, variant, ids, probs, *rest))
+    return found
 
 
 def stacked(scored: list[Scored]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -240,7 +250,7 @@ ROWS = (
 def table(args) -> None:
     """Mean and spread over seeds; CALM's paired differences to each control."""
     for what, dataset in (
-        *(("first_token", d) for d in ("all", "arc_easy", "sciq", "piqa")),
+        *(("first_token", d) for d in ("all", "arc_easy + sciq", "arc_easy", "sciq", "piqa")),
         ("text", "all"),
         ("at_chance", "all"),
     ):
@@ -280,7 +290,7 @@ def differences(ours: str, calm: list[Scored], theirs: str, other: list[Scored])
         a, b = (torch.stack([row[k].double() for row in group]) for group in scores)
         mean, low, high = paired_bootstrap_mean(a, b)
         parts.append(f"{'accuracy' if k == 'correct' else k} {mean:+.3f} [{low:+.3f}, {high:+.3f}]")
-    print(f"\n{ours} − {theirs}: " + "; ".join(parts))
+    print(f"\n- {ours} − {theirs}: " + "; ".join(parts))
 
 
 def mask(s: Scored) -> torch.Tensor:
