@@ -3,7 +3,7 @@
     python benchmarks/real_data.py explore --out runs/explore --model PATH
     python benchmarks/real_data.py check --out runs/check --root DATA --model PATH
     python benchmarks/real_data.py check --out runs/check --root DATA --model PATH --paper
-    python benchmarks/real_data.py table --out runs/check
+    python benchmarks/real_data.py table --out runs/check [--form alpaca]
 
 `explore` trains on the bundled instructions and tests on the bundled questions, one line a
 setting. `check` trains on Alpaca (its own template, then the test's form) with three seeds and
@@ -12,6 +12,7 @@ tests on real benchmarks. Every trial is kept in its own file; what is there is 
 
 import argparse
 import json
+import shutil
 import time
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from calm_lightning import (
     MCQADataModule,
     TemperatureScaling,
 )
-from calm_lightning.callbacks import PlainProgress
+from calm_lightning.callbacks import LastCheckpoint, PlainProgress
 from calm_lightning.metrics import paired_bootstrap, paired_bootstrap_mean, row_scores
 from calm_lightning.report import COLUMNS, label
 from calm_lightning.scoring import Scored
@@ -69,21 +70,23 @@ def build(make, model: str, options: dict):
     return make(model, lora=lora, **options)
 
 
-def trainer() -> Trainer:
-    """One device, float32, nothing written but lines of progress."""
+def trainer(*callbacks) -> Trainer:
+    """One device, float32, lines of progress."""
     return Trainer(
-        callbacks=[PlainProgress(every=60.0)],
+        callbacks=[PlainProgress(every=60.0), *callbacks],
         max_epochs=1, accelerator="cpu", precision="32-true", logger=False,
-        enable_checkpointing=False, enable_model_summary=False,
-        limit_val_batches=0,
+        enable_model_summary=False, limit_val_batches=0,
+        enable_checkpointing=bool(callbacks),
     )  # fmt: skip
 
 
-def fit(make, model: str, options: dict, source, seed: int):
-    """Train one method for K train items; the module and the seconds it took."""
+def fit(make, model: str, options: dict, source, seed: int, folder: Path):
+    """Train one method for K train items, or go on; the module and the seconds it took now."""
     seed_everything(seed, verbose=False)
     module, began = build(make, model, options), time.time()
-    trainer().fit(module, source)
+    keep = LastCheckpoint(folder, every=1)
+    trainer(keep).fit(module, source, ckpt_path=keep.path if keep.path.exists() else None)
+    shutil.rmtree(folder)
     return module, time.time() - began
 
 
@@ -110,23 +113,28 @@ def bundled(form: str) -> tuple:
 
 
 def explore(args) -> None:
-    """One trial a setting on the bundled sample; a table of all that is there."""
+    """One trial a setting on the bundled sample."""
     args.out.mkdir(parents=True, exist_ok=True)
     for name, (make, options) in SETTINGS.items():
         file = args.out / f"{name}.json"
         if file.exists() or (args.only and name not in args.only):
             continue
         source, target = bundled("question")
-        module, seconds = fit(make, args.model, options, source, 0)
+        module, seconds = fit(make, args.model, options, source, 0, args.out / f"{name}.fit")
         if name != "fine_tuning":
             module.variants = {k: v for k, v in module.variants.items() if k != "base"}
         rows = [line(name, s) for s in test(module, target) if s.dataset == "all"]
         file.write_text(json.dumps(rows))
         print(f"{name}: {seconds:.0f} s", flush=True)
+    explored(args.out)
+
+
+def explored(out: Path) -> None:
+    """The settings tried, as a table."""
     print(f"| setting | {' | '.join(['variant', *COLUMNS.values()])} |")
     print("|---|---|" + "---:|" * len(COLUMNS))
     for name in SETTINGS:
-        file = args.out / f"{name}.json"
+        file = out / f"{name}.json"
         for row in json.loads(file.read_text()) if file.exists() else []:
             numbers = " | ".join(f"{row[k]:.3f}" for k in COLUMNS)
             print(f"| {name} | {label(row['variant'])} | {numbers} |")
@@ -199,7 +207,7 @@ def trained(args, name: str, seed: int):
             root=args.root, form=args.form, max_chars_prompt=120, max_chars_response=150,
             max_length=128, batch_size=batch, inner_steps=steps, outer_steps_per_epoch=K, seed=seed,
         )  # fmt: skip
-        module, seconds = fit(make, args.model, options, source, seed)
+        module, seconds = fit(make, args.model, options, source, seed, state.with_suffix(".fit"))
         kept = {n: p.detach() for n, p in module.named_parameters() if p.requires_grad}
         torch.save(kept, f"{state}.part")
         Path(f"{state}.part").rename(state)
@@ -249,6 +257,8 @@ ROWS = (
 
 def table(args) -> None:
     """Mean and spread over seeds; CALM's paired differences to each control."""
+    if any(args.out.glob("*.json")):
+        return explored(args.out)
     for what, dataset in (
         *(("first_token", d) for d in ("all", "arc_easy + sciq", "arc_easy", "sciq", "piqa")),
         ("text", "all"),

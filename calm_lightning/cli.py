@@ -7,9 +7,9 @@ import sys
 import time
 import warnings
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
-import torch
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning.pytorch import LightningDataModule, seed_everything
 from lightning.pytorch.callbacks import RichProgressBar
@@ -210,7 +210,7 @@ class CALMCLI(LightningCLI):
             "model_name": c.model.init_args.get("model_name"),
             "seed": c.seed_everything,
             "precision": str(self.trainer.precision),
-            "version": _version(),
+            "version": version("calm-lightning"),
         }
 
     @contextmanager
@@ -280,16 +280,9 @@ def _plain(value):
     return {k: _plain(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-def _version() -> str:
-    from importlib.metadata import version
-
-    return version("calm-lightning")
-
-
 def run(args: list[str] | None = None) -> CALMCLI:
     """Do what the command line (or `args`) says; errors as Python raises them."""
     _quiet_libraries()
-    torch.set_float32_matmul_precision("high")
     return CALMCLI(
         CalibrationModule,
         LightningDataModule,
