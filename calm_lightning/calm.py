@@ -119,8 +119,8 @@ class CALMModule(CalibrationModule):
         if self._letters is None:
             prompt = prompts.question("Which?")
             _, ids = option_ids(self.tokenizer, prompt, list(self.hparams.letters), "letter")
-            self._letters = torch.tensor([i for (i,) in ids], device=self.backbone.device)
-        return self._letters
+            self._letters = torch.tensor([i for (i,) in ids])
+        return self._letters.to(self.backbone.device)  # it may have moved since
 
     def optimizers_with_rates(self) -> list[torch.optim.Optimizer]:
         """Theta's optimizer, then alpha's."""
