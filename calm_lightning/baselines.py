@@ -41,8 +41,7 @@ class FineTuning(CalibrationModule):
             if not torch.isfinite(torch.stack([loss, *(g.sum() for g in grads)])).all():
                 raise FloatingPointError(
                     f"step {self.global_step}: task loss {loss:.4g} or its gradient is not "
-                    "finite; theta stays as it was; lower "
-                    "model.lower_lr"
+                    "finite; theta stays as it was; lower model.lower_lr"
                 )
             for p, g in zip(theta, grads, strict=True):
                 p.grad = g

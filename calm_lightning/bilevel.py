@@ -175,9 +175,14 @@ def descend(
         _, grads = gradient(loss, theta, reduce)
         with torch.no_grad():
             torch._foreach_add_(theta, grads, alpha=-rho)
-            if clip is not None:
-                torch._foreach_clamp_min_(theta, -clip)
-                torch._foreach_clamp_max_(theta, clip)
+            clamp_(theta, clip)
+
+
+def clamp_(tensors: list[Tensor], clip: float | None) -> None:
+    """Clamp to [-clip, clip] in place; None leaves them (call it under no_grad)."""
+    if clip is not None:
+        torch._foreach_clamp_min_(tensors, -clip)
+        torch._foreach_clamp_max_(tensors, clip)
 
 
 def gradient(

