@@ -43,7 +43,7 @@ Paper section 3, a 4-class classifier with adjustments (d, l) of its logits, in 
 True
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -79,6 +79,7 @@ def outer_step(
     barrier: str = "grad_norm",
     residual_alpha_grad: str = "danskin",
     clip: float | None = None,
+    surrogate: Sequence[Tensor] | None = None,
     metric: Sequence[Tensor] | None = None,
     reduce: Reduce = lambda tensors: None,
     quiet: Callable[[], AbstractContextManager] = nullcontext,
@@ -86,7 +87,8 @@ def outer_step(
     """Put the direction d_k of Algorithm 1 into ``.grad`` of theta and alpha (lines 3 to 8).
 
     Order: snapshot, inner loop, alpha's gradient at theta_tilde, restore, g_q, g_ent, combine in
-    place. One extra copy of theta exists during the inner loop, none afterwards.
+    place. One extra copy of theta exists during the inner loop, none afterwards (with
+    ``surrogate`` that one copy is the surrogate's own, and stays).
 
     Args:
         theta: lower-level tensors; changed by the inner loop and restored bit for bit.
@@ -101,6 +103,8 @@ def outer_step(
         residual_alpha_grad: ``danskin`` (grad_alpha of q_hat has both terms) or ``frozen``
             (Eq. 12 to the letter: the second term is constant).
         clip: theta is clamped to [-clip, clip] after every inner step.
+        surrogate: theta_tilde of the iteration before, from which the inner loop goes on, changed
+            in place (a single loop where `inner` is one step); None begins at theta.
         metric: one positive tensor for each of theta and alpha: diagonal metric of the dot
             products, for optimizers that precondition the direction.
         reduce: sums the given tensors over processes in place (one call for a gradient list).
@@ -108,7 +112,7 @@ def outer_step(
 
     Raises:
         ValueError: an unknown barrier or residual_alpha_grad.
-        FloatingPointError: a loss or a gradient is not finite; nothing was changed.
+        FloatingPointError: a loss or a gradient is not finite; theta and alpha are as before.
     """
     if barrier not in ("grad_norm", "residual"):
         raise ValueError(f"barrier must be 'grad_norm' or 'residual', not {barrier!r}")
@@ -119,22 +123,21 @@ def outer_step(
     theta, alpha = list(theta), list(alpha)
     u = theta + alpha
 
-    snapshot = [p.detach().clone() for p in theta]
+    aside = [p.detach().clone() for p in theta] if surrogate is None else list(surrogate)
+    _swap(theta, aside)  # theta is theta_tilde until it is swapped back
     try:
         descend(theta, inner, rho=rho, clip=clip, reduce=reduce)
         with quiet():
             if residual_alpha_grad == "danskin":
-                with _frozen(theta):  # no graph through the body: alpha's gradient needs the head
+                with frozen(theta):  # no graph through the body: alpha's gradient needs the head
                     task_tilde, g_tilde = gradient(task, alpha, reduce)
             else:
                 with torch.no_grad():
                     task_tilde = value(task, reduce)
                 g_tilde = [torch.zeros_like(p) for p in alpha]
     finally:
-        with torch.no_grad():
-            for p, saved in zip(theta, snapshot, strict=True):
-                p.copy_(saved)
-    del snapshot
+        _swap(theta, aside)
+    del aside
 
     with quiet():
         task_loss, g_q = gradient(task, u, reduce)
@@ -209,6 +212,24 @@ def gradient(
     return total, grads
 
 
+def put_gradient(
+    loss: Loss, params: Sequence[Tensor], reduce: Reduce = lambda tensors: None
+) -> Tensor:
+    """Put the gradient of a loss into ``.grad`` of params; return the loss.
+
+    Raises:
+        FloatingPointError: the loss or its gradient is not finite; nothing was changed.
+    """
+    total, grads = gradient(loss, params, reduce)
+    if not torch.isfinite(torch.stack([total, *(g.sum() for g in grads)])).all():
+        raise FloatingPointError(
+            f"loss {total:.4g} or its gradient is not finite: nothing was changed; lower the rates"
+        )
+    for p, g in zip(params, grads, strict=True):
+        p.grad = g.to(p.dtype)
+    return total
+
+
 def value(loss: Loss, reduce: Reduce = lambda tensors: None) -> Tensor:
     """Value of a chunked loss."""
     total = sum(chunk.detach() for chunk in loss())
@@ -228,12 +249,21 @@ def inner_product(
     return torch.stack(dots).sum()
 
 
+@torch.no_grad()
+def _swap(a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
+    for x, y in zip(a, b, strict=True):
+        kept = x.clone()
+        x.copy_(y)
+        y.copy_(kept)
+
+
 def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
 @contextmanager
-def _frozen(params: Sequence[Tensor]):
+def frozen(params: Sequence[Tensor]) -> Iterator[None]:
+    """No gradient for these tensors, and no graph through what only they are trained in."""
     for p in params:
         p.requires_grad_(False)
     try:

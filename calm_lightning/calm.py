@@ -1,19 +1,15 @@
 """CALM: one training step is one outer iteration of Algorithm 1."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from calm_lightning.adjusted import AdjustedModule
 from calm_lightning.bilevel import Loss, inner_product, outer_step
-from calm_lightning.data import prompts
-from calm_lightning.data.mcqa import option_ids
-from calm_lightning.head import Alpha
-from calm_lightning.module import CalibrationModule
-from calm_lightning.optim import adamw_alpha, with_rate
 
 #: name -> (form of the loss, first response position only, over the letters only)
 ENTROPIES = {
@@ -25,7 +21,7 @@ ENTROPIES = {
 }
 
 
-class CALMModule(CalibrationModule):
+class CALMModule(AdjustedModule):
     """Bilevel calibration: theta keeps the task loss, (theta, alpha) raise entropy (Eq. 8).
 
     Variants of its test: {theta_0, theta_K} x {alpha_0, alpha_K}.
@@ -35,7 +31,6 @@ class CALMModule(CalibrationModule):
     micro-batches in the train item, so the DataModule's `inner_steps`.
 
     Args:
-        upper_lr: eta_alpha, the peak rate of alpha's optimizer.
         inner_lr: rho, the step size of the inner loop; None ties it to `lower_lr` (the paper).
         gamma: barrier strength (the paper's .5).
         barrier: ``grad_norm`` (gamma |g_q|^2) or ``residual`` (gamma max(q_hat, 0)).
@@ -46,13 +41,9 @@ class CALMModule(CalibrationModule):
         entropy: ``exact`` over the vocabulary at response tokens; ``topk`` (20 largest);
             ``last_prompt`` (first response position: no label is used); ``options`` (letters);
             ``self_ce`` (-log max p).
-        alpha: entries of the adjustments: ``vector``, ``scalar`` or ``options`` (the letters).
-        alpha_optimizer: makes alpha's optimizer; an lr in it is refused.
-        alpha_at_inference: whether validation and predictions use alpha.
-        scale_min: floor of d, or None.
-        center: scale z - mean z instead of z, whose offset is arbitrary.
-        letters: the options of alpha ``options`` and of entropy ``options``.
-        **shared: see `CalibrationModule`.
+        warm_start: keep theta_tilde between outer iterations instead of beginning at theta; with
+            `inner_steps` 1 a single loop. It is in the checkpoint; one copy of theta's size.
+        **shared: see `AdjustedModule`; its `letters` serve entropy ``options`` too.
 
     Raises:
         ValueError: an unknown option.
@@ -71,19 +62,13 @@ class CALMModule(CalibrationModule):
         self,
         model_name: str | None = None,
         *,
-        upper_lr: float = 1e-4,
         inner_lr: float | None = None,
         gamma: float = 0.5,
         barrier: str = "grad_norm",
         barrier_metric: str = "euclidean",
         residual_alpha_grad: str = "danskin",
         entropy: str = "exact",
-        alpha: str = "vector",
-        alpha_optimizer: OptimizerCallable = adamw_alpha,
-        alpha_at_inference: bool = True,
-        scale_min: float | None = None,
-        center: bool = False,
-        letters: str = "ABCD",
+        warm_start: bool = False,
         **shared: Any,
     ):
         super().__init__(model_name, **shared)
@@ -93,59 +78,35 @@ class CALMModule(CalibrationModule):
             raise ValueError(
                 f"barrier_metric must be 'euclidean' or 'adam', not {barrier_metric!r}"
             )
-        self._alpha_optimizer = alpha_optimizer
         self._epoch: list[Tensor] = []
-        self._letters: Tensor | None = None
-
-    @property
-    def alpha_in_use(self) -> bool:
-        """Whether validation and predictions use alpha."""
-        return self.hparams.alpha_at_inference
-
-    def make_alpha(self) -> Alpha:
-        """The adjustments that the upper level trains."""
-        h = self.hparams
-        return Alpha(
-            self.backbone.vocab_size,
-            h.alpha,
-            self._letter_ids() if h.alpha == "options" else None,
-            scale_min=h.scale_min,
-            clip=h.clip,
-            center=h.center,
-        )
-
-    def _letter_ids(self) -> Tensor:
-        """Ids of the letters where the question form asks for them, (C,)."""
-        if self._letters is None:
-            prompt = prompts.question("Which?")
-            _, ids = option_ids(self.tokenizer, prompt, list(self.hparams.letters), "letter")
-            self._letters = torch.tensor([i for (i,) in ids])
-        return self._letters.to(self.backbone.device)  # it may have moved since
-
-    def optimizers_with_rates(self) -> list[torch.optim.Optimizer]:
-        """Theta's optimizer, then alpha's."""
-        make, alpha = self._alpha_optimizer, self.alpha.free()
-        return [
-            *super().optimizers_with_rates(),
-            with_rate(make, alpha, self.hparams.upper_lr, "upper_lr"),
-        ]
+        self._surrogate: list[Tensor] | None = None
 
     def negative_entropy(self, batch: dict[str, Tensor]) -> Loss:
         """The upper loss on a calib micro-batch; its labels only say where a response is."""
         form, first_only, letters = ENTROPIES[self.hparams.entropy]
-        return self.loss_over(
-            batch,
-            form,
-            sign=-1.0,  # self_ce = -log max p grows with uncertainty too
-            first_only=first_only,
-            support=self._letter_ids() if letters else None,
-        )
+        support = self.letter_ids() if letters else None
+
+        def loss() -> Iterator[Tensor]:
+            state = 0.0
+            for s in self.supervised(batch, first_only=first_only):
+                state = state + s.hidden.detach().float().sum(0) / s.count
+                yield -self.nats(s, form, support=support)  # -log max p is uncertainty too
+            self.reduce([state])
+            # logits are affine in h: their mean over positions is the mean state's
+            self._mean_logit = self.backbone.logits(state[None]).mean()
+
+        return loss
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Algorithm 1, lines 3 to 9, for outer iteration k = trainer.global_step."""
         h = self.hparams
         theta, alpha = self.backbone.theta(), self.alpha.free()
         residual, *inner = batch["train"]
+        if h.warm_start:
+            kept = (
+                [p.detach().clone() for p in theta] if self._surrogate is None else self._surrogate
+            )
+            self._surrogate = [t.to(p) for t, p in zip(kept, theta, strict=True)]
         try:
             step = outer_step(
                 theta,
@@ -158,6 +119,7 @@ class CALMModule(CalibrationModule):
                 barrier=h.barrier,
                 residual_alpha_grad=h.residual_alpha_grad,
                 clip=h.clip,
+                surrogate=self._surrogate,
                 metric=self._adam_metric() if h.barrier_metric == "adam" else None,
                 reduce=self.reduce,
                 quiet=self.backbone.without_dropout,
@@ -166,13 +128,8 @@ class CALMModule(CalibrationModule):
             raise FloatingPointError(f"outer iteration {self.global_step}: {error}") from None
 
         before = [p.detach().clone() for p in theta + alpha]
-        # Lightning counts every LightningOptimizer.step(); through its public inner optimizer
-        # alpha's step is not counted, so global_step is the number of outer iterations.
         self.step_theta()
-        alpha_optimizer = self.optimizers()[1].optimizer
-        alpha_optimizer.step()
-        alpha_optimizer.zero_grad()
-        self.alpha.project_()
+        self.step_alpha()
         self.step_schedulers()
 
         torch._foreach_sub_(before, [p.detach() for p in theta + alpha])  # - step
@@ -181,7 +138,6 @@ class CALMModule(CalibrationModule):
         shown = {"task_loss": step.task_loss, "entropy": step.entropy}
         shown |= {"lambda": step.lambda_k, "q_hat": step.q_hat}
         self.log_dict(shown, prog_bar=True, logger=False)
-        d = 1 + self.alpha.delta.detach()
         self.log_dict(
             {
                 "train/task_loss": step.task_loss,  # nats per token
@@ -191,11 +147,26 @@ class CALMModule(CalibrationModule):
                 "train/g_q_norm": step.g_q_norm_sq.sqrt(),
                 "train/g_q_dot_g_ent": step.g_q_dot_g_ent,
                 "train/residual_descent": promise,  # -<step, g_q> / |g_q|^2; < 0: q_hat rises
-                "train/d_min": d.min(),
-                "train/d_max": d.max(),
-                "train/l_max": self.alpha.l.detach().abs().max(),
+                "train/mean_logit": self._mean_logit,  # the offset that d scales too
+                **self.alpha_range(),
             }
         )
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep theta_tilde too, where it goes on."""
+        super().on_save_checkpoint(checkpoint)
+        if self._surrogate is not None:
+            checkpoint["surrogate"] = self._surrogate
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take theta_tilde up where it was; ValueError where the checkpoint has none."""
+        super().on_load_checkpoint(checkpoint)
+        if self.hparams.warm_start and "surrogate" not in checkpoint:
+            raise ValueError(
+                "the checkpoint has no surrogate to go on from: set model.warm_start false, as it "
+                "was when it was written"
+            )
+        self._surrogate = checkpoint["surrogate"] if self.hparams.warm_start else None
 
     def on_train_epoch_end(self) -> None:
         """Warn of a run that is not doing what it should."""

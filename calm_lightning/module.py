@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
@@ -18,6 +18,16 @@ from calm_lightning.bilevel import Loss, clamp_, value
 from calm_lightning.head import Alpha, token_loss
 from calm_lightning.optim import adamw, warmup_cosine, with_rate
 from calm_lightning.scoring import Scored, Tally, distributed, option_log_probs, probabilities
+
+
+class Supervised(NamedTuple):
+    """The positions of some rows of a micro-batch at which a token counts."""
+
+    hidden: Tensor  # (N, H) states that predict the tokens
+    token: Tensor  # (N,)
+    row: Tensor  # (N,) of the micro-batch
+    first: Tensor  # (N,) bool: the row's first response token
+    count: Tensor  # supervised tokens of the whole micro-batch, over all processes
 
 
 class CalibrationModule(LightningModule):
@@ -51,6 +61,8 @@ class CalibrationModule(LightningModule):
     trains_theta = True
     #: whether validation and predictions use alpha
     alpha_in_use = True
+    #: what a rule has chosen of it, with the checkpoint; None: nothing, the setting holds
+    alpha_chosen: bool | None = None
 
     def __init__(
         self,
@@ -149,59 +161,53 @@ class CalibrationModule(LightningModule):
 
     # ---- losses ---------------------------------------------------------------------------
 
-    def loss_over(
-        self,
-        batch: dict[str, Tensor],
-        form: str = "cross_entropy",
-        *,
-        sign: float = 1.0,
-        adjusted: bool = True,
-        first_only: bool = False,
-        support: Tensor | None = None,
-        local: bool = False,
-    ) -> Loss:
-        """A loss of a micro-batch, chunk by chunk: sum of nats / number of supervised tokens.
+    def supervised(
+        self, batch: dict[str, Tensor], *, first_only: bool = False, local: bool = False
+    ) -> Iterator[Supervised]:
+        """Pass a micro-batch (labels are -100 where nothing counts) through the body, part by part.
 
-        Args:
-            batch: input_ids, attention_mask, labels (B, L); labels are -100 where nothing counts.
-            form: see `head.token_loss`.
-            sign: -1 turns an entropy to be maximised into a loss.
-            adjusted: with alpha or without.
-            first_only: only the position that predicts a row's first response token.
-            support: restricts the distribution to these tokens.
-            local: divide by this process's tokens alone, not by those of all processes.
+        `first_only`: a row's first response token alone; `local`: count this process's alone.
         """
         labels = batch["labels"][:, 1:]
         counted = labels != -100
+        first = counted & (counted.cumsum(1) == 1)
         if first_only:
-            counted &= counted.cumsum(1) == 1
+            counted = first
         count = counted.sum()
         if distributed() and not local:
             torch.distributed.all_reduce(count)
         rows = self.hparams.micro_batch_size or len(labels)
+        for start in range(0, len(labels), rows):
+            part = slice(start, start + rows)
+            # theta changes in place within one step; autocast would keep its old bf16 copies
+            torch.clear_autocast_cache()
+            ids, mask = batch["input_ids"][part], batch["attention_mask"][part]
+            hidden, _ = self.backbone.hidden(ids, mask)
+            at = row, place = counted[part].nonzero(as_tuple=True)
+            token, begins = labels[part][at], first[part][at]
+            yield Supervised(hidden[row, place], token, start + row, begins, count)
 
-        def loss() -> Iterator[Tensor]:
-            for start in range(0, len(labels), rows):
-                part = slice(start, start + rows)
-                # theta changes in place within one step; autocast would keep its old bf16 copies
-                torch.clear_autocast_cache()
-                hidden, _ = self.backbone.hidden(
-                    batch["input_ids"][part], batch["attention_mask"][part]
-                )
-                where = counted[part]
-                total = token_loss(
-                    hidden[:, :-1][where],
-                    self.backbone.weight,
-                    self.alpha.full() if adjusted else None,
-                    labels[part][where] if form == "cross_entropy" else None,
-                    form,
-                    bias=self.backbone.bias,
-                    support=support,
-                    center=self.alpha.center and adjusted,
-                )
-                yield sign * total / count
+    def nats(
+        self, s: Supervised, form: str = "cross_entropy", *, adjusted=True, support=None
+    ) -> Tensor:
+        """Sum of `head.token_loss` over these positions / number of supervised tokens, in nats."""
+        total = token_loss(
+            s.hidden,
+            self.backbone.weight,
+            self.alpha.full() if adjusted else None,
+            s.token if form == "cross_entropy" else None,
+            form,
+            bias=self.backbone.bias,
+            support=support,
+            center=self.alpha.center and adjusted,
+        )
+        return total / s.count
 
-        return loss
+    def loss_over(
+        self, batch: dict[str, Tensor], form: str = "cross_entropy", *, local=False, **options: Any
+    ) -> Loss:
+        """`nats` of a micro-batch, chunk by chunk, as a loss that may be called again."""
+        return lambda: (self.nats(s, form, **options) for s in self.supervised(batch, local=local))
 
     def reduce(self, tensors: list[Tensor]) -> None:
         """Sum over processes, in place, with one all-reduce for the list."""
@@ -287,11 +293,13 @@ class CalibrationModule(LightningModule):
         if self.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.device)
         checkpoint["rng"] = rng
+        checkpoint["alpha_chosen"] = self.alpha_chosen
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another model or method, which strict_loading=False would hide."""
         self.configure_model()
         self._rng = checkpoint.get("rng")
+        self.alpha_chosen = checkpoint.get("alpha_chosen")
         wanted, found = self._trained(), set(checkpoint["state_dict"])
         if wanted != found:
             missing, unknown = sorted(wanted - found), sorted(found - wanted)
@@ -303,6 +311,11 @@ class CalibrationModule(LightningModule):
 
     # ---- evaluation -----------------------------------------------------------------------
 
+    @property
+    def candidates(self) -> dict[str, tuple[bool, bool]]:
+        """The variants that this module could serve as it is now: all but those of theta_0."""
+        return {v: use for v, use in self.variants.items() if use[0] or not self.trains_theta}
+
     def validation_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0):
         """Source tokens: task loss and entropy, as served. Questions: kept for conf-ECE."""
         if "labels" in batch:
@@ -313,7 +326,7 @@ class CalibrationModule(LightningModule):
             ]
             self._nats += torch.stack([tokens, *(mean * tokens for mean in means)]).double().cpu()
         else:
-            self._score(batch, {"val": (True, self.alpha_in_use)})
+            self._score(batch, self.candidates)
 
     def on_validation_epoch_start(self) -> None:
         """Begin the sums. Not self.log: over processes it weights by truncated integers."""
@@ -326,10 +339,13 @@ class CalibrationModule(LightningModule):
         if sums[0]:
             self.log("val/task_loss", sums[1] / sums[0], sync_dist=True)
             self.log("val/entropy", sums[2] / sums[0], sync_dist=True)
-        for scored in self._tally.gather():
+        self.scored = self._tally.gather()
+        used = {v for v, (_, alpha) in self.candidates.items() if alpha == self.alpha_in_use}
+        for scored in self.scored:
             if scored.dataset == "all":
+                under = "val" if scored.variant in used else f"val/{scored.variant}"
                 for name, number in scored.summary(self.hparams.n_bins).items():
-                    self.log(f"val/{name}", number, sync_dist=True)
+                    self.log(f"{under}/{name}", number, sync_dist=True)
 
     def test_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0):
         """Score a batch of questions under every variant."""

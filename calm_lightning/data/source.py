@@ -8,7 +8,14 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from calm_lightning.data.prompts import Prompt
-from calm_lightning.data.tokens import Batches, OuterLoader, TokenRows, collate, plain_ids
+from calm_lightning.data.tokens import (
+    Batches,
+    OuterLoader,
+    RenderedRow,
+    TokenRows,
+    collate,
+    plain_ids,
+)
 
 
 def without_repeats(rows: Sequence, key: Callable[[Any], Hashable]) -> tuple[list, int]:
@@ -85,8 +92,8 @@ class TokenDataModule(LightningDataModule):
         self.report: dict[str, dict[str, Any]] = {}  # what was read, left out and used
         self._splits: dict[str, TokenRows] | None = None
 
-    def source_splits(self) -> dict[str, list[tuple[Prompt, str]]]:
-        """Read, clean and split the source: (prompt, response) of train, calib and sel."""
+    def source_splits(self) -> dict[str, list[RenderedRow]]:
+        """Read, clean and split the source: rows of train, calib and sel, see `TokenRows`."""
         raise NotImplementedError  # the one thing that every source does in its own way
 
     def setup(self, stage: str | None = None) -> None:

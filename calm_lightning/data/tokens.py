@@ -13,6 +13,7 @@ from calm_lightning.data.prompts import Prompt
 IGNORED = -100  # the label of a position at which nothing is predicted
 Row = dict[str, list[int]]
 Batch = dict[str, Tensor]
+RenderedRow = tuple[Prompt, str] | tuple[Prompt, str, list[str]]
 
 
 def plain_ids(tokenizer, texts: list[str], special: bool = True) -> list[list[int]]:
@@ -61,7 +62,10 @@ def encode(tokenizer, prompt: str, response: str, max_length: int, special: bool
 
 
 def collate(rows: Sequence[Row], pad_id: int) -> Batch:
-    """Pad rows on the right to the longest: input_ids, attention_mask, labels (B, L), all int64."""
+    """Pad rows on the right to the longest: input_ids, attention_mask, labels (B, L), all int64.
+
+    Rows that have options also give option_ids (B, K), -100 beyond a row's own.
+    """
     length = max(len(row["input_ids"]) for row in rows)
     batch = {
         "input_ids": torch.full((len(rows), length), pad_id),
@@ -73,13 +77,21 @@ def collate(rows: Sequence[Row], pad_id: int) -> Batch:
         batch["input_ids"][i, :n] = torch.tensor(row["input_ids"])
         batch["attention_mask"][i, :n] = 1
         batch["labels"][i, :n] = torch.tensor(row["labels"])
+    if "option_ids" in rows[0]:
+        ids = [torch.tensor(row["option_ids"]) for row in rows]
+        pad = torch.nn.utils.rnn.pad_sequence
+        batch["option_ids"] = pad(ids, batch_first=True, padding_value=IGNORED)
     return batch
 
 
 class TokenRows(Sequence):
-    """Rendered rows, tokenised when first asked for: a run touches few of Alpaca's 48,002."""
+    """Rendered rows, tokenised when first asked for: a run touches few of Alpaca's 48,002.
 
-    def __init__(self, rows: list[tuple[Prompt, str]], tokenizer, max_length: int, name: str):
+    A row is (prompt, response), or (prompt, response, the answers it was chosen from) where the
+    first token decides between these; such rows have the first token of each as `option_ids`.
+    """
+
+    def __init__(self, rows: list[RenderedRow], tokenizer, max_length: int, name: str):
         self.rows, self.tokenizer, self.max_length, self.name = rows, tokenizer, max_length, name
         self.cut: set[int] = set()  # rows whose response was cut so far
         self._known: dict[int, Row] = {}
@@ -89,7 +101,7 @@ class TokenRows(Sequence):
 
     def __getitem__(self, index: int) -> Row:
         if index not in self._known:
-            prompt, response = self.rows[index]
+            prompt, response, *answers = self.rows[index]
             text = prompt.lead + response
             row = encode(self.tokenizer, prompt.text, text, self.max_length, prompt.special)
             if row["labels"][-1] != self.tokenizer.eos_token_id:
@@ -99,6 +111,10 @@ class TokenRows(Sequence):
                         "the number of rows met so far is in `cut`."
                     )
                 self.cut.add(index)
+            for answer in answers[0] if answers else ():
+                text = prompt.lead + answer
+                ids, start = in_context(self.tokenizer, prompt.text, text, prompt.special)
+                row.setdefault("option_ids", []).append(ids[start])
             self._known[index] = row
         return self._known[index]
 
