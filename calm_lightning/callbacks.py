@@ -8,8 +8,21 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
 
-from calm_lightning import report
+from calm_lightning import figures, page, predictions, report
+
+COMPARED = (
+    "Left: accuracy over confidence, on the diagonal where a model is calibrated. Right: the share "
+    "of wrong answers among the surest questions; lower is better at sorting right from wrong."
+)
+DIAGRAMS = (
+    "Bars: accuracy of each bin. Hatched: its gap to the mean confidence. Whiskers: 95 % Wilson "
+    "interval. Dark: how many rows a bin holds. Top label: the largest probability; Total: every "
+    "option's probability, pooled; option A, B, …: that of one place in the list of options."
+)
 
 
 class PlainProgress(ProgressBar):
@@ -98,10 +111,13 @@ class LastCheckpoint(Checkpoint):
 
 
 class TestReport(Callback):
-    """After a test: metrics.json, bins.csv and reliability.png in the run folder.
+    """After a test: what the run folder says of it, in numbers, pictures and words.
+
+    metrics.json, bins.csv, test_predictions.jsonl, reliability.png, report.html. Rows already there
+    are kept, those of the same key replaced; pictures and warnings are of all that is there.
 
     Args:
-        run_dir: where they go; rows already there are kept, those of the same key replaced.
+        run_dir: where they go; RUN/selection.json is read, where it exists.
         run: what metrics.json says of the run.
         check_first: set the test data up before fit, so that what cannot be tested costs no run.
     """
@@ -112,30 +128,107 @@ class TestReport(Callback):
         self, run_dir: str | Path, run: dict[str, Any] | None = None, check_first: bool = False
     ):
         self.run_dir, self.run, self.check_first = Path(run_dir), run or {}, check_first
-        self.scored: list = []
+        self.texts: dict[tuple[str, str], tuple[str, list[str]]] = {}
         self.rows: list[dict[str, Any]] = []
+        self.warnings: dict[tuple[str, str], list[str]] = {}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draw the test questions (the DataModule keeps them)."""
         if self.check_first and trainer.datamodule is not None:
             trainer.datamodule.setup("test")
 
+    def on_test_batch_end(self, trainer, pl_module, outputs, batch, *_) -> None:
+        """Keep what was asked, for the page; of several processes the first knows its share."""
+        if "question" in batch:
+            asked = zip(batch["id"], batch["question"], batch["options"], strict=True)
+            self.texts |= {(batch["dataset"], i): (q, options) for i, q, options in asked}
+
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write what the module's `scored` says; pictures hold every variant seen so far."""
+        """Write what the module's `scored` says."""
         if not trainer.is_global_zero:
             return
         self.run_dir.mkdir(parents=True, exist_ok=True)
+        self.run.setdefault("served", _served(pl_module))
+        selection = self.run_dir / "selection.json"
+        if selection.exists():
+            self.run["selection"] = json.loads(selection.read_text())
         n_bins = pl_module.hparams.n_bins
-        fresh = {(s.dataset, s.scoring, s.variant) for s in pl_module.scored}
-        kept = [s for s in self.scored if (s.dataset, s.scoring, s.variant) not in fresh]
-        self.scored = kept + pl_module.scored
-        rows = report.metric_rows(pl_module.scored, n_bins)
+        kept = predictions.write(self.run_dir / "test_predictions.jsonl", pl_module.scored)
+        scored = predictions.with_unions(kept)
+        tested = {(s.scoring, s.variant) for s in pl_module.scored}
+        fresh = [s for s in scored if (s.scoring, s.variant) in tested]
+        rows = report.metric_rows(fresh, n_bins)
         self.rows = report.write_metrics(self.run_dir / "metrics.json", self.run, rows)
-        report.write_bins(self.run_dir / "bins.csv", pl_module.scored, n_bins)
-        figure = report.reliability_figure(self.scored, n_bins)
-        figure.savefig(self.run_dir / "reliability.png", dpi=150)
-        if trainer.logger is not None and hasattr(trainer.logger.experiment, "add_figure"):
-            trainer.logger.experiment.add_figure("test/reliability", figure, trainer.global_step)
+        self.warnings = report.warnings(scored, self.rows)
+        report.write_bins(self.run_dir / "bins.csv", fresh, n_bins)
+        (shown,) = predictions.widest(s for s in scored if s.scoring == fresh[0].scoring)
+        diagrams = figures.reliability(shown, n_bins)
+        compared = figures.png(figures.comparison(shown, n_bins))
+        images = {COMPARED: compared, DIAGRAMS: figures.png(diagrams)}
+        (self.run_dir / "reliability.png").write_bytes(images[DIAGRAMS])
+        html = page.render(self.run, self.rows, scored, self.warnings, images, self.texts)
+        report.write_whole(self.run_dir / "report.html", html)
+        for writer in _writers(trainer):
+            name = f"test/reliability_{shown[0].scoring}"
+            writer.add_figure(name, diagrams, trainer.global_step)
+
+
+class TensorBoardRecord(Callback):
+    """What scalars do not show: reliability at every validation, histograms of alpha, HPARAMS.
+
+    Args:
+        hparams: flat names and numbers, texts or truth values of the HPARAMS row.
+    """
+
+    def __init__(self, hparams: dict[str, Any] | None = None):
+        self.hparams = hparams or {}
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw the questions of this validation, if there were any."""
+        for writer in _writers(trainer):
+            for group in predictions.widest(pl_module.scored):
+                figure = figures.reliability(group, pl_module.hparams.n_bins)
+                name = f"val/reliability_{group[0].scoring}"
+                writer.add_figure(name, figure, trainer.global_step)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Histograms of what alpha trains (delta, l)."""
+        for writer in _writers(trainer):
+            for name, tensor in pl_module.alpha.named_parameters():
+                if tensor.requires_grad:
+                    writer.add_histogram(f"alpha/{name}", tensor, trainer.global_step)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the HPARAMS row."""
+        self._row(trainer, pl_module)
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the HPARAMS row, where no fit has."""
+        self._row(trainer, pl_module)
+
+    def _row(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Names only: the row shows the scalars of these tags, those of a later test among them
+        measured = ("accuracy", "conf_ece", "cw_ece", "nll", "brier", "auroc")
+        tags = [
+            f"{k}/{m}"
+            for k in ("val", *(f"test/{v}" for v in pl_module.variants))
+            for m in measured
+        ]
+        for writer in _writers(trainer):
+            for summary in hparams(self.hparams, dict.fromkeys(tags, 0.0)):
+                writer.file_writer.add_summary(summary, trainer.global_step)
+
+
+def _writers(trainer: Trainer) -> list[SummaryWriter]:
+    """The TensorBoard writers of this process: none on ranks other than 0."""
+    loggers = trainer.loggers if trainer.is_global_zero else []
+    return [logger.experiment for logger in loggers if isinstance(logger, TensorBoardLogger)]
+
+
+def _served(module: LightningModule) -> str:
+    """The variant that predictions come from."""
+    used = module.trains_theta, module.alpha_in_use
+    return next((v for v, u in module.variants.items() if u == used), list(module.variants)[-1])
 
 
 class PredictionWriter(Callback):

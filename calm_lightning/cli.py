@@ -1,5 +1,6 @@
-"""The command line: calm fit | validate | test | predict --config FILE [--config OVERLAY …]."""
+"""The command line: calm fit | validate | test | predict --config FILE …; calm compare RUN …."""
 
+import argparse
 import gc
 import logging
 import shutil
@@ -21,10 +22,18 @@ from rich.console import Console
 from rich.table import Table
 
 import calm_lightning
-from calm_lightning import report
-from calm_lightning.callbacks import LastCheckpoint, PlainProgress, PredictionWriter, TestReport
+from calm_lightning import compare, report
+from calm_lightning.callbacks import (
+    LastCheckpoint,
+    PlainProgress,
+    PredictionWriter,
+    TensorBoardRecord,
+    TestReport,
+)
 from calm_lightning.module import CalibrationModule
+from calm_lightning.selection import ChooseCheckpoint
 
+DESCRIPTION = f"{calm_lightning.__doc__} calm compare RUN RUN … sets runs side by side."
 #: what a control takes over from `model`, unless it says otherwise
 SHARED = [
     *("model_name", "quantization", "lora", "dtype", "gradient_checkpointing", "lower_lr"),
@@ -57,6 +66,10 @@ class CALMCLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Leave hyperparameters to the command line and files: what the user says now wins."""
 
+    def parse_arguments(self, parser: LightningArgumentParser, args: list[str] | None) -> None:
+        """Parse; --run_dir alone brings the config that the run's fit has left there."""
+        self.config = parser.parse_args(_with_config(sys.argv[1:] if args is None else args))
+
     def before_instantiate_classes(self) -> None:
         """Find the run folder and the state to start from; nothing is written or removed yet."""
         c = self.config[self.subcommand]
@@ -70,13 +83,17 @@ class CALMCLI(LightningCLI):
                 raise SystemExit(f"calm: there is no {last} to go on from: fit without it")
             c.ckpt_path = str(last)
         elif c.ckpt_path is None and self.subcommand != "fit":
-            if last.exists():
-                c.ckpt_path = str(last)
-                print(f"calm: using {last}")
+            chosen = self.run_dir / "chosen.ckpt"
+            found = chosen if chosen.exists() else last
+            if found.exists():
+                c.ckpt_path = str(found)
+                print(f"calm: using {found}")
             else:
                 print(f"calm: there is no {last}: this is the model before any training")
         if self.subcommand == "fit" and rank_zero_only.rank == 0:
             self._check_folder(c.overwrite)
+        if self.subcommand == "test":
+            c.verbose = False  # Lightning's own list would stand above the report's table
         if self.subcommand == "validate" and c.trainer.limit_val_batches == 0:
             c.trainer.limit_val_batches = None  # a 0 in a config spares fit, not the one who asks
 
@@ -122,8 +139,11 @@ class CALMCLI(LightningCLI):
         given = self.config_init[self.subcommand].trainer.callbacks or []
         callbacks = [*given] if isinstance(given, list) else [given]
         callbacks += [_progress(), self.report, PredictionWriter(self.run_dir)]
+        callbacks.append(TensorBoardRecord(_hparams(c)))
         if self.subcommand == "fit":
             callbacks.append(LastCheckpoint(self.run_dir, c.checkpoint_every))
+            self.choice = ChooseCheckpoint(self.run_dir, c.model.class_path.split(".")[-1])
+            callbacks.append(self.choice)
         elif c.trainer.enable_checkpointing is None:
             kwargs["enable_checkpointing"] = False
         if c.trainer.logger in (None, True):
@@ -141,30 +161,37 @@ class CALMCLI(LightningCLI):
         """With `controls`, test what was fitted beside them and print one table."""
         c = self.config.fit
         if c.controls is None:
-            config = self.run_dir / "config.yaml"
-            print(
-                f"calm: {self.run_dir}/last.ckpt is written; calm test --config {config} scores it"
-            )
+            print(f"calm: {self.run_dir} is written; calm test --run_dir {self.run_dir} scores it")
             return
         self.report.run = self._about()
         with self._phase("test"):
-            self.trainer.test(self.model, self.datamodule, verbose=False)
+            self._test(self.trainer, self.model, self.choice)
         self._free(self.model)
         for name, control in self.fitted_controls.items():
             seed_everything(c.seed_everything, workers=True, verbose=False)
-            kwargs = {"logger": False, "enable_checkpointing": False, "num_sanity_val_steps": 0}
-            trainer = self._small_trainer(kwargs)
+            rivals = [*self.choice.rivals, *self.choice.candidates]
+            self.choice = ChooseCheckpoint(self.run_dir, name, f"{name}.ckpt", rivals)
+            trainer = self._small_trainer(by_gradients=control.trains_theta)
             with self._phase(f"fit {report.label(name)}"):
                 trainer.fit(control, self.datamodule)
             with self._phase(f"test {report.label(name)}"):
-                trainer.test(control, self.datamodule, verbose=False)
+                self._test(trainer, control, self.choice)
             self._free(control)
         self.show()
 
-    def _small_trainer(self, kwargs: dict):
-        init = vars(self._get(self.config_init, "trainer")) | kwargs
+    def _test(self, trainer, module: CalibrationModule, choice: ChooseCheckpoint) -> None:
+        """Test the state that was chosen, or the last one where nothing was."""
+        chosen = str(choice.path) if choice.path.exists() else None
+        trainer.test(module, self.datamodule, ckpt_path=chosen, verbose=False)
+
+    def _small_trainer(self, by_gradients: bool):
+        init = vars(self._get(self.config_init, "trainer")) | {"logger": False}
+        init |= {"num_sanity_val_steps": 0, "enable_model_summary": False}
         init["callbacks"] = [_progress(), self.report]
-        init["enable_model_summary"] = False
+        if by_gradients:
+            init["callbacks"].append(self.choice)
+        else:  # a temperature is not there before the end, so there is no choice
+            init |= {"limit_val_batches": 0, "enable_checkpointing": False}
         return self.trainer_class(**init)
 
     def _control(self, name: str, spec: dict) -> CalibrationModule:
@@ -211,6 +238,7 @@ class CALMCLI(LightningCLI):
             "seed": c.seed_everything,
             "precision": str(self.trainer.precision),
             "version": version("calm-lightning"),
+            "seconds": self.phases,
         }
 
     @contextmanager
@@ -234,14 +262,14 @@ class CALMCLI(LightningCLI):
         if not self.trainer.is_global_zero:
             return
         console = Console(width=max(120, Console().width))
-        rows = self.report.rows
-        for dataset, scoring in dict.fromkeys((r["dataset"], r["scoring"]) for r in rows):
-            console.print(report.table(rows, dataset, scoring))
+        selection = self.report.run.get("selection")
+        note = f"chosen: {report.chosen(selection)}" if selection else ""
+        report.show(console, self.report.rows, self.report.warnings, note)
         seconds = Table(title="seconds", title_justify="left", show_header=False)
         for name, spent in self.phases.items():
             seconds.add_row(name, f"{spent:.0f}")
         console.print(seconds)
-        print(f"run folder: {self.run_dir} (metrics.json, bins.csv, reliability.png, tb/)")
+        print(f"run folder: {self.run_dir} (report.html, metrics.json, reliability.png, …)")
         report.write_metrics(self.run_dir / "metrics.json", {"seconds": self.phases}, [])
 
 
@@ -254,6 +282,30 @@ def _quiet_libraries() -> None:
         logging.getLogger(f"lightning.{floor}.utilities.rank_zero").addFilter(
             lambda record: not record.getMessage().startswith(chatter)
         )
+
+
+def _with_config(args: list[str]) -> list[str]:
+    """Bring RUN/config.yaml along where a command other than fit names a run and no config."""
+    where = Namespace(run_dir=None, config=None)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--run_dir")
+    parser.add_argument("--config", "-c")
+    parser.parse_known_args(args, where)
+    if args[:1] == ["fit"] or where.config or not where.run_dir:
+        return args
+    config = Path(where.run_dir) / "config.yaml"
+    if not config.exists():
+        raise SystemExit(
+            f"calm: there is no {config}: name a folder that calm fit made, or give --config too"
+        )
+    return [args[0], f"--config={config}", *args[1:]]
+
+
+def _hparams(c: Namespace) -> dict[str, int | float | str]:
+    """What TensorBoard tells runs apart by: the plain settings of model and data, and the seed."""
+    flat = Namespace(model=c.model, data=c.data, seed=c.seed_everything).as_flat()
+    names = {k.replace("init_args.", ""): v for k, v in vars(flat).items()}
+    return {k: v for k, v in names.items() if isinstance(v, int | float | str)}
 
 
 def _progress():
@@ -292,19 +344,23 @@ def run(args: list[str] | None = None) -> CALMCLI:
         save_config_callback=None,
         seed_everything_default=0,
         trainer_defaults={
-            "num_sanity_val_steps": 0,
+            "num_sanity_val_steps": -1,  # iteration 0 is a candidate
             "log_every_n_steps": 1,
             "devices": 1,
             "enable_model_summary": False,
         },
-        parser_kwargs={"prog": "calm", "description": calm_lightning.__doc__},
+        parser_kwargs={"prog": "calm", "description": DESCRIPTION},
         args=args,
     )
 
 
 def main(args: list[str] | None = None) -> None:
     """As `run`, but bad input ends the process with one sentence."""
+    words = sys.argv[1:] if args is None else args
     try:
-        run(args)
+        if words[:1] == ["compare"]:
+            compare.main(words[1:])
+        else:
+            run(args)
     except (ValueError, OSError, FloatingPointError) as error:
         raise SystemExit(f"calm: {_short(error)}") from error

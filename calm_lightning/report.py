@@ -1,14 +1,16 @@
-"""What a run reports: metric rows, bins, one table, reliability diagrams."""
+"""What a run reports in numbers and words: metric rows, bins, one table a data set, warnings."""
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
+from rich import box
+from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from calm_lightning import metrics
 from calm_lightning.scoring import Scored
@@ -22,6 +24,19 @@ COLUMNS = {
     "nll": "NLL",
     "brier": "Brier",
     "auroc": "AUROC",
+}
+#: the same for what a page adds below its table, without intervals
+MORE = {
+    "smooth_ece": "smooth ECE",
+    "equal_mass_ece": "equal-mass ECE",
+    "least_ece_of_m": "least conf-ECE of M = 5 … 30",
+    "most_ece_of_m": "most",
+    "mce": "largest gap",
+    "rmsce": "RMS gap",
+    "risk_coverage_area": "risk–coverage area",
+    "reliability": "Brier reliability",
+    "resolution": "resolution",
+    "option_mass": "option mass",
 }
 LABELS = {
     "base": "base",
@@ -38,31 +53,77 @@ ALONE = {"distributed_available_fn": lambda: False}
 
 #: Data sets on which a small model is no better than guessing look calibrated when it collapses
 AT_CHANCE = 0.05
+#: A method that pays with more than a fifth of the base's accuracy has not repaired the model
+ACCURACY_KEPT = 0.8
+#: Below it the model mostly goes on in other words than the options. Whole texts are always rare
+OPTION_MASS = 0.1
 
 
 def label(variant: str) -> str:
-    """A variant's name in tables and pictures."""
-    return LABELS.get(variant, variant.replace("_", " "))
+    """A variant's name in tables and pictures; "run: variant" keeps the run's own name."""
+    run, colon, name = variant.rpartition(": ")
+    return run + colon + LABELS.get(name, name.replace("_", " "))
 
 
-def _place(variant: str) -> int:
+def place(variant: str) -> int:
+    """Where a variant stands among others: the base, controls, the method."""
     return ORDER.index(variant) if variant in ORDER else len(ORDER)
 
 
+def shown(value: float | None, digits: int = 3) -> str:
+    """A number as tables print it: .583, −.029, 1.192, a dash where there is none."""
+    if value is None or value != value:
+        return "–"
+    return f"{value:.{digits}f}".replace("-", "−").replace("0.", ".", int(abs(value) < 1))
+
+
+def interval(low: float | None, high: float | None, digits: int = 3) -> str:
+    """The ends of an interval in brackets, nothing where there are none."""
+    return "" if low is None else f"[{shown(low, digits)}, {shown(high, digits)}]"
+
+
+# ---- files ----------------------------------------------------------------------------------
+
+
 def metric_rows(scored: Iterable[Scored], n_bins: int, split: str = "test") -> list[dict[str, Any]]:
-    """Rows of metrics.json: one a data set, variant and metric; "all" only beside several sets."""
+    """Rows of metrics.json, one a data set, variant and metric, with what is known of each.
+
+    low, high: 95 % bootstrap over questions. floor, floor_p95: mean and 95th percentile of the ECE
+    that a perfectly calibrated model with the same confidences shows at this N.
+    """
     rows = []
-    for s in _worth_showing(scored):
-        numbers = s.summary(n_bins) | {"option_mass": float(s.option_mass.mean())}
-        n = int(numbers.pop("n"))
-        numbers.pop("n_bins")
-        numbers["chance"] = float((1 / s.n_options).mean())
-        for metric, value in numbers.items():
-            rows.append(
-                dict(zip(KEY, (s.dataset, split, s.scoring, s.variant, metric), strict=True))
-                | {"value": value, "low": None, "high": None, "floor": None, "n": n, "bins": n_bins}
-            )
+    for s in scored:
+        for metric, numbers in _measured(s, n_bins).items():
+            key = dict(zip(KEY, (s.dataset, split, s.scoring, s.variant, metric), strict=True))
+            row = {"value": None, "low": None, "high": None, "floor": None} | numbers
+            # A NaN (AUROC where all answers are right) is no JSON: null
+            row = {k: None if v != v else v for k, v in row.items()}
+            rows.append(key | row | {"n": len(s.id), "bins": n_bins})
     return rows
+
+
+def _measured(s: Scored, n_bins: int) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for metric, ends in metrics.bootstrap(s.probs, s.answer, s.n_options, n_bins).items():
+        found[metric] = dict(zip(("value", "low", "high"), ends, strict=True))
+    for metric, floor in metrics.noise_floor(s.probs, s.n_options, n_bins).items():
+        found[metric] |= {"floor": floor.mean, "floor_p95": floor.p95}
+    samples, top = (s.confidence, s.correct), diagrams(s, n_bins)["top"]
+    over_m, parts = metrics.bin_sensitivity(*samples), metrics.brier_parts(*samples, n_bins)
+    more = {
+        "smooth_ece": metrics.smooth_ece(*samples),
+        "equal_mass_ece": metrics.equal_mass_ece(*samples, n_bins),
+        "least_ece_of_m": min(over_m.values()),
+        "most_ece_of_m": max(over_m.values()),
+        "mce": metrics.max_calibration_error(top),
+        "rmsce": metrics.rms_calibration_error(top),
+        "risk_coverage_area": metrics.risk_coverage_area(*samples),
+        "reliability": parts.reliability,
+        "resolution": parts.resolution,
+        "option_mass": s.option_mass.mean(),
+        "chance": (1 / s.n_options).mean(),
+    }
+    return found | {metric: {"value": float(value)} for metric, value in more.items()}
 
 
 def write_metrics(path: Path, run: dict[str, Any], rows: list[dict[str, Any]]) -> list[dict]:
@@ -70,12 +131,10 @@ def write_metrics(path: Path, run: dict[str, Any], rows: list[dict[str, Any]]) -
     old = json.loads(path.read_text()) if path.exists() else {"rows": []}
     fresh = {tuple(row[k] for k in KEY) for row in rows}
     rows = [r for r in old["rows"] if tuple(r[k] for k in KEY) not in fresh] + rows
-    # A NaN (AUROC where all answers are right) is no JSON: null
-    rows = [r | {"value": None if r["value"] != r["value"] else r["value"]} for r in rows]
     before = old.get("run", {})
     seconds = before.get("seconds", {}) | run.get("seconds", {})
     document = {"schema": 1, "run": before | run | {"seconds": seconds}, "rows": rows}
-    _write(path, json.dumps(document, indent=1, allow_nan=False))
+    write_whole(path, json.dumps(document, indent=1, allow_nan=False))
     return rows
 
 
@@ -83,107 +142,201 @@ def write_bins(path: Path, scored: Iterable[Scored], n_bins: int, split: str = "
     """bins.csv: the counts behind every diagram; kinds "top", "class:k" and "total"."""
     names = "dataset,split,scoring,variant,kind,bin,low,high,count,confidence_sum,correct"
     lines = [] if not path.exists() else path.read_text().splitlines()[1:]
-    for s in _worth_showing(scored):
+    for s in scored:
         key = f"{s.dataset},{split},{s.scoring},{s.variant},"
         lines = [line for line in lines if not line.startswith(key)]
-        for kind, r in _diagrams(s, n_bins):
+        for kind, r in diagrams(s, n_bins).items():
             for m in range(n_bins):
                 cells = (r.low[m], r.high[m], r.count[m], r.confidence_sum[m], r.correct[m])
                 numbers = ",".join(f"{float(c):.10g}" for c in cells)
                 lines.append(f"{key}{kind},{m},{numbers}")
-    _write(path, "\n".join([names, *lines]) + "\n")
+    write_whole(path, "\n".join([names, *lines]) + "\n")
 
 
-def _diagrams(s: Scored, n_bins: int) -> Iterable[tuple[str, metrics.Reliability]]:
-    columns = torch.arange(s.probs.shape[1])
-    yield "top", _top(s, n_bins)
+def diagrams(s: Scored, n_bins: int) -> dict[str, metrics.Reliability]:
+    """Reliability of the largest probability ("top"), of all classes pooled, of each class."""
+    top = metrics.ConfidenceECE(n_bins, **ALONE)
+    top.update(s.probs, s.answer)
     each = metrics.ClasswiseECE(s.probs.shape[1], n_bins, **ALONE)
+    columns = torch.arange(s.probs.shape[1])
     each.update(s.probs, s.answer, columns < s.n_options[:, None])
+    found = {"top": top.reliability(), "total": each.reliability(total=True)}
     classes = each.reliability()
     for k in columns.tolist():
-        per_bin = {
-            f: getattr(classes, f)[k]
-            for f in ("count", "correct", "confidence_sum", "accuracy", "confidence")
-        }
-        yield f"class:{k}", classes._replace(**per_bin)
-    yield "total", each.reliability(total=True)
+        own = {f: v[k] for f, v in classes._asdict().items() if f not in ("low", "high")}
+        found[f"class:{k}"] = classes._replace(**own)
+    return found
 
 
-def _top(s: Scored, n_bins: int) -> metrics.Reliability:
-    metric = metrics.ConfidenceECE(n_bins, **ALONE)
-    metric.update(s.probs, s.answer)
-    return metric.reliability()
+def write_whole(path: Path, text: str) -> None:
+    """Write a file aside and rename it: whole or not at all."""
+    aside = path.with_name(path.name + ".part")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, path)
 
 
-def table(rows: list[dict[str, Any]], dataset: str, scoring: str, title: str = "") -> Table:
-    """One data set's rows as a table: a line a variant, the best calibrated in bold."""
-    chosen = [r for r in rows if (r["dataset"], r["scoring"]) == (dataset, scoring)]
-    found: dict[str, dict[str, float]] = {}
-    for r in chosen:
-        found.setdefault(r["variant"], {})[r["metric"]] = r["value"]
-    sizes = {r["variant"]: (r["n"], r["bins"]) for r in chosen}
-    several = len(set(sizes.values())) > 1
-    n, bins = ("differ", "differ") if several else (chosen[0]["n"], chosen[0]["bins"])
-    chance = found[chosen[0]["variant"]].get("chance")
-    out = Table(title=title or f"{dataset}, {scoring}, N = {n}, M = {bins}", title_justify="left")
-    out.add_column("")
-    for heading in (*COLUMNS.values(), "N", "M"):
-        out.add_column(heading, justify="right")
-    best = min(numbers["conf_ece"] for numbers in found.values())
-    for variant in sorted(found, key=_place):
-        numbers = found[variant]
-        cells = ["–" if numbers[m] is None else f"{numbers[m]:.3f}" for m in COLUMNS]
-        style = "bold" if numbers["conf_ece"] == best else None
-        out.add_row(label(variant), *cells, *map(str, sizes[variant]), style=style)
-    base = found.get("base")
-    if base and chance and base["accuracy"] < chance + AT_CHANCE:
-        out.caption = "at chance: the base model guesses here, so a low ECE shows little"
-    if several:
-        out.caption = "rows of different N or M do not compare: test them again on one set"
+# ---- tables ---------------------------------------------------------------------------------
+
+
+def by_variant(rows: list[dict], dataset: str, scoring: str) -> dict[str, dict[str, dict]]:
+    """One data set's rows as variant -> metric -> row, the base first."""
+    rows = [r for r in rows if (r["dataset"], r["scoring"]) == (dataset, scoring)]
+    rows = sorted(rows, key=lambda r: place(r["variant"]))
+    found: dict[str, dict[str, dict]] = {}
+    for row in rows:
+        found.setdefault(row["variant"], {})[row["metric"]] = row
+    return found
+
+
+def sizes(numbers: dict[str, dict[str, dict]]) -> list[tuple[int, int]]:
+    """The pairs (N, M) that variants were tested with; more than one do not compare."""
+    return list(dict.fromkeys((r["n"], r["bins"]) for m in numbers.values() for r in m.values()))
+
+
+def best(numbers: dict[str, dict[str, dict]]) -> str:
+    """The variant of the lowest conf-ECE."""
+    return min(numbers, key=lambda variant: numbers[variant]["conf_ece"]["value"])
+
+
+def table(rows: list[dict], dataset: str, scoring: str, note: str = "") -> Table:
+    """One data set's rows within 120 columns: two lines a variant, the lowest conf-ECE in bold.
+
+    Under each value its 95 % interval, under each ECE's heading "floor" its noise floor.
+    """
+    numbers = by_variant(rows, dataset, scoring)
+    pairs = sizes(numbers)
+    size = f"N = {pairs[0][0]}, M = {pairs[0][1]}" if len(pairs) == 1 else "N, M differ"
+    out = Table(
+        "", title=f"{dataset}, {scoring}, {size}", title_justify="left", caption_justify="left",
+        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
+    )  # fmt: skip
+    for metric, heading in COLUMNS.items():
+        out.add_column(heading, justify="right", no_wrap=True)
+        if metric.endswith("ece"):
+            out.add_column("floor", justify="right", no_wrap=True)
+    for variant, found in numbers.items():
+        name = label(variant)
+        if len(pairs) > 1:
+            name += "\nN {n}, M {bins}".format(**found["conf_ece"])
+        cells = [name]
+        for metric in COLUMNS:
+            row = found[metric]
+            digits = 2 if (row["high"] or 0) >= 1 else 3
+            cells.append(f"{shown(row['value'])}\n{_range(row['low'], row['high'], digits)}")
+            if metric.endswith("ece"):
+                cells.append(shown(row["floor"]))
+        out.add_row(*map(Text, cells), style="bold" if variant == best(numbers) else None)
+    out.caption = (
+        "under each value its 95 % interval over questions; bold: lowest conf-ECE; floor: the ECE "
+        "that a perfectly calibrated model with these confidences shows at this N"
+    ) + ("\n" + note if note else "")
     return out
 
 
-def reliability_figure(scored: list[Scored], n_bins: int) -> Figure:
-    """Reliability diagrams of the top label, one panel a variant: accuracy over confidence."""
-    scored = _worth_showing(scored)
-    if any(s.dataset == "all" for s in scored):  # of several data sets only the union
-        scored = [s for s in scored if s.dataset == "all"]
-    scored = sorted(scored, key=lambda s: _place(s.variant))
-    columns = min(3, len(scored))
-    lines = -(-len(scored) // columns)
-    figure = Figure(figsize=(3.2 * columns, 3.3 * lines), layout="constrained")
-    axes = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).flatten()
-    for axis in axes[len(scored) :]:
-        axis.set_visible(False)
-    for axis, s in zip(axes, scored, strict=False):
-        r = _top(s, n_bins)
-        low, count, accuracy, confidence = (
-            column.numpy() for column in (r.low, r.count, r.accuracy, r.confidence)
-        )
-        filled, width = count > 0, 1 / n_bins
-        axis.bar(low[filled], accuracy[filled], width * 0.92, align="edge", color="#6f9bcb")
-        axis.bar(low + width * 0.46, count / count.sum(), width * 0.4, color="#23415f")
-        axis.plot([0, 1], [0, 1], "--", color="0.25", lw=0.9)
-        axis.plot(confidence[filled], accuracy[filled], "o", color="#c1272d", ms=3.5)
-        axis.set(xlim=(0, 1), ylim=(0, 1))
-        axis.set_title(f"{label(s.variant)}\nconf-ECE {float(r.ece):.3f}", fontsize=9)
-    figure.supxlabel("confidence", fontsize=9)
-    figure.supylabel("accuracy (light), share of questions (dark)", fontsize=9)
-    first = scored[0]
-    figure.suptitle(
-        f"{first.dataset}, {first.scoring}, N = {len(first.id)}, M = {n_bins}", fontsize=10
+def _range(low: float | None, high: float | None, digits: int) -> str:
+    return "" if low is None else f"{shown(low, digits)}–{shown(high, digits)}"
+
+
+def show(
+    console: Console,
+    rows: list[dict[str, Any]],
+    warnings: Mapping[tuple[str, str], list[str]],
+    note: str = "",
+) -> None:
+    """Print a table a data set, and under it what to know before believing it."""
+    for dataset, scoring in dict.fromkeys((r["dataset"], r["scoring"]) for r in rows):
+        console.print(table(rows, dataset, scoring, note))
+        for sentence in warnings.get((dataset, scoring), []):
+            console.print(f"! {sentence}", markup=False, highlight=False)
+        console.print()
+
+
+def chosen(selection: dict[str, Any]) -> str:
+    """What selection.json says, as a sentence."""
+    what = selection["chosen"]
+    return (
+        f"{label(what['method'])}, iteration {what['iteration']}, α {what['alpha']}; by "
+        f"{selection['rule']} on {selection['split']} among {selection['n_candidates']} candidates"
     )
-    return figure
 
 
-def _worth_showing(scored: Iterable[Scored]) -> list[Scored]:
-    """Leave out the union "all" of a single data set."""
-    scored = list(scored)
-    several = len({s.dataset for s in scored}) > 2
-    return [s for s in scored if several or s.dataset != "all"]
+# ---- warnings -------------------------------------------------------------------------------
 
 
-def _write(path: Path, text: str) -> None:
-    aside = path.with_name(path.name + ".part")
-    aside.write_text(text)
-    os.replace(aside, path)  # whole or not at all
+def warnings(scored: list[Scored], rows: list[dict[str, Any]]) -> dict[tuple[str, str], list]:
+    """What a reader should know before believing the numbers, (data set, scoring) -> sentences."""
+    found: dict[tuple[str, str], list[str]] = {}
+    by_place = {(s.dataset, s.scoring): {} for s in scored}
+    for s in scored:
+        by_place[s.dataset, s.scoring][s.variant] = s
+    for (dataset, scoring), variants in by_place.items():
+        every = by_variant(rows, dataset, scoring)
+        # Rows of an earlier version have no questions beside them, hence no floor
+        numbers = {variant: every[variant] for variant in every if variant in variants}
+        found[dataset, scoring] = [
+            *_mass_warning(numbers, scoring),
+            *_accuracy_warnings(numbers),
+            *_size_warnings(numbers, variants),
+        ]
+    return found
+
+
+def _mass_warning(numbers: dict[str, dict[str, dict]], scoring: str) -> Iterable[str]:
+    masses = {v: found["option_mass"]["value"] for v, found in numbers.items()}
+    low = {v: mass for v, mass in masses.items() if mass is not None and mass < OPTION_MASS}
+    if low and scoring in ("letter", "first_token"):
+        size = " to ".join(dict.fromkeys(shown(end(low.values())) for end in (min, max)))
+        yield (
+            f"the options hold {size} of the next-token probability, less than "
+            f"{shown(OPTION_MASS, 1)}: the model mostly begins its answer otherwise, so these "
+            "numbers speak of its choice among the options, not of what it would write"
+            + ("; look at the prompt first" if scoring == "letter" else "")
+        )
+
+
+def _accuracy_warnings(numbers: dict[str, dict[str, dict]]) -> Iterable[str]:
+    if "base" not in numbers:
+        return
+    base, chance = numbers["base"]["accuracy"], numbers["base"]["chance"]["value"]
+    if base["low"] < chance + AT_CHANCE:
+        yield (
+            f"at chance: the base model is right in {shown(base['value'])} (95 % interval from "
+            f"{shown(base['low'])}), guessing in {shown(chance)}, so a low ECE shows little here"
+        )
+    for variant, found in numbers.items():
+        accuracy = found["accuracy"]["value"]
+        if accuracy < ACCURACY_KEPT * base["value"]:
+            yield (
+                f"{label(variant)} is right in {shown(accuracy)} where the base is in "
+                f"{shown(base['value'])}, less than {shown(ACCURACY_KEPT, 1)} of it: a low ECE is "
+                "bought with knowledge"
+            )
+
+
+def _size_warnings(numbers: dict[str, dict[str, dict]], scored: dict[str, Scored]) -> Iterable[str]:
+    if len(sizes(numbers)) > 1:
+        yield "rows of different N or M do not compare: test them again on one set"
+        return
+    (n, n_bins), first = sizes(numbers)[0], best(numbers)
+    below, alike = [], []
+    for variant, found in numbers.items():
+        ece = found["conf_ece"]
+        if ece["value"] < ece["floor_p95"]:
+            value, most = shown(ece["value"]), shown(ece["floor_p95"])
+            below.append(f"{label(variant)} {value} (up to {most})")
+        same = scored[variant].id == scored[first].id
+        if variant != first and same:
+            pair = [(s.confidence, s.correct) for s in (scored[first], scored[variant])]
+            difference, low, high = metrics.paired_bootstrap(*pair, n_bins)
+            if low <= 0 <= high:
+                alike.append(f"{label(variant)} {shown(difference)} {interval(low, high)}")
+    if below:
+        yield (
+            f"at N = {n} a perfectly calibrated model may show as high a conf-ECE (in more than 5 "
+            f"of 100 draws) as {', '.join(below)}"
+        )
+    if alike:
+        yield (
+            f"N = {n} is too small to tell the lowest conf-ECE, that of {label(first)}, from "
+            f"{'; '.join(alike)}"
+        )

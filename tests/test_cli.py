@@ -3,16 +3,25 @@
 import json
 import subprocess
 import sys
+from html import escape
 from pathlib import Path
 
 import bitsandbytes as bnb
 import pytest
 import torch
 import yaml
-from conftest import SHARED_DATA, make_tokenizer, needs_shared_data
+from conftest import SHARED_DATA, make_tokenizer, mmlu, needs_shared_data, write
+from PIL import Image
 
+from calm_lightning import samples
 from calm_lightning.cli import main, run
 
+SELECTION = {
+    "rule": "lowest NLL",
+    "split": "sel",
+    "n_candidates": 4,
+    "chosen": {"method": "theta", "iteration": 2, "alpha": "dropped"},
+}
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
 pytestmark = pytest.mark.filterwarnings(
@@ -63,24 +72,40 @@ def test_fit_controls_validate_test_predict(folder, capsys):
     metrics = {r["metric"] for r in found["rows"]}
     assert metrics >= {"accuracy", "mean_confidence", "conf_ece", "cw_ece", "nll", "brier", "auroc"}
     assert all(r["n"] == 20 and r["bins"] == 10 for r in found["rows"])
-    assert (run / "reliability.png").stat().st_size > 10_000
-    assert list((run / "tb").glob("events*"))
+    ece = [r for r in found["rows"] if r["metric"] in ("conf_ece", "cw_ece")]
+    assert all(r["low"] <= r["value"] and r["floor"] < r["floor_p95"] for r in ece)
+    with Image.open(run / "reliability.png") as image:
+        assert image.format == "PNG"
+    html = (run / "report.html").read_text()
+    asked = [r["question"] for r in map(json.loads, sample_lines())]
+    assert sum(escape(question) in html for question in asked) >= 5
+    assert "Most confident mistakes of CALM, α dropped" in html  # alpha_at_inference: false
+    kept = [json.loads(x) for x in (run / "test_predictions.jsonl").read_text().splitlines()]
+    assert len(kept) == 6 * 20
+    assert {r["variant"] for r in kept} == variants
     lines = (run / "bins.csv").read_text().splitlines()
     top = [x.split(",") for x in lines[1:] if ",base,top," in x]
     assert sum(float(x[8]) for x in top) == 20
 
-    # what the command line stored can be used again, and finds the trained state
-    main(["test", f"--config={run / 'config.yaml'}"])
+    # the folder alone says what to test, and of several states the chosen one
+    (run / "selection.json").write_text(json.dumps(SELECTION))
+    main(["test", "--run_dir", "runs/demo"])
     again = json.loads((run / "metrics.json").read_text())
     assert again["run"]["seconds"].keys() >= {"fit", "test", "fit plain fine-tuning"}
     again = again["rows"]
     key = lambda r: (r["variant"], r["metric"])  # noqa: E731
     before = {key(r): r["value"] for r in found["rows"]}
     assert {key(r): r["value"] for r in again} == before
-    assert "using runs/demo/last.ckpt" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "using runs/demo/last.ckpt" in printed
+    assert "chosen: CALM, α dropped, iteration 2, α dropped; by lowest NLL on sel" in printed
+    assert "lowest NLL" in (run / "report.html").read_text()
+    assert json.loads((run / "metrics.json").read_text())["run"]["selection"] == SELECTION
 
     main(["validate", *DEMO, "--trainer.limit_val_batches=1"])
-    main(["predict", *DEMO, "--ckpt_path=last"])
+    (run / "last.ckpt").rename(run / "chosen.ckpt")
+    main(["predict", "--run_dir=runs/demo"])
+    assert "using runs/demo/chosen.ckpt" in capsys.readouterr().out
     rows = [json.loads(x) for x in (run / "predictions.jsonl").read_text().splitlines()]
     assert len(rows) == 20
     for row in rows:
@@ -90,6 +115,81 @@ def test_fit_controls_validate_test_predict(folder, capsys):
         assert len(row["probs"]) == len(row["probs_raw"]) == len(row["options"])
     accuracy = sum(row["correct"] for row in rows) / 20
     assert accuracy == pytest.approx(before["both", "accuracy"])
+
+
+def sample_lines():
+    return samples.path("mcqa").read_text(encoding="utf-8").splitlines()
+
+
+def test_a_folder_without_a_run_is_no_config(folder):
+    with pytest.raises(SystemExit, match=r"there is no nowhere/config\.yaml: name a folder"):
+        main(["test", "--run_dir", "nowhere"])
+
+
+def test_the_base_is_measured_without_a_run(folder, capsys):
+    main(["test", *DEMO, "--run_dir=new"])
+    assert "this is the model before any training" in capsys.readouterr().out
+    rows = json.loads(Path("new/metrics.json").read_text())["rows"]
+    assert len({r["value"] for r in rows if r["metric"] == "nll"}) == 1  # nothing was trained
+
+
+def test_two_runs_and_an_api_compared_by_the_entry_point(folder, capsys):
+    for seed in (0, 1):
+        main(["fit", *DEMO, f"--run_dir=run{seed}", f"--seed_everything={seed}", "--controls={}"])
+    capsys.readouterr()
+    kept = [json.loads(x) for x in Path("run0/test_predictions.jsonl").read_text().splitlines()]
+    rows = [{k: r[k] for k in ("id", "probs", "answer")} for r in kept if r["variant"] == "base"]
+    Path("api.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    calm = Path(sys.executable).with_name("calm")
+    done = subprocess.run(
+        [calm, "compare", "run0", "run1", "api.jsonl", "--out", "both"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 120
+    assert any("minus run0: CALM, α dropped: sample, text" in line for line in lines)
+    assert sum(line.startswith(" run1: ") for line in lines) == 2 * 3  # its base is run0's
+    found = json.loads(Path("both/comparison.json").read_text())
+    said = {r["variant"]: r["value"] for r in found["rows"] if r["metric"] == "conf_ece"}
+    assert said["api"] == said["run0: base"]
+    minus = {r["variant"]: r["value"] for r in found["differences"] if r["metric"] == "conf_ece"}
+    assert minus["api"] == pytest.approx(said["api"] - said["run0: theta"])
+    with Image.open("both/comparison_text.png") as image:
+        assert image.format == "PNG"
+
+
+def test_tensorboard_holds_figures_histograms_and_one_row(folder):
+    import tensorboard.backend.event_processing.event_accumulator as reader
+    from tensorboard.plugins.hparams import metadata
+
+    write(Path("questions/q.jsonl"), mmlu(60, choices=["yes", "no"], answer=0))
+    files = (
+        "{mine: {path: questions/q.jsonl, question: question, options: choices, answer: answer}}"
+    )
+    own = ["--data=calm_lightning.MCQADataModule", "--data.benchmarks={mine: 10}"]
+    own += [f"--data.files={files}", "--data.scoring=text", "--data.max_length=400"]
+    own += ["--data.batch_size=2", "--data.inner_steps=1", "--data.outer_steps_per_epoch=2"]
+    own += ["--model=calm_lightning.CALMModule", "--model.model_name=tiny"]
+    own += ["--model.lora.target_modules=all-linear", "--trainer.accelerator=cpu"]
+    main(["fit", *own, "--trainer.max_epochs=2", "--run_dir=r"])
+    main(["test", "--run_dir=r"])
+    found = reader.EventAccumulator("r/tb", {"histograms": 0}).Reload()  # 0: all of them
+    tags = found.Tags()
+    assert {"alpha/delta", "alpha/l"} <= set(tags["histograms"])
+    assert [e.step for e in found.Histograms("alpha/delta")] == [2, 4]
+    assert {"val/reliability_text", "test/reliability_text"} <= set(tags["images"])
+    assert {"val/conf_ece", "test/both/conf_ece"} <= set(tags["scalars"])
+    start = metadata.parse_session_start_info_plugin_data(
+        found.SummaryMetadata(metadata.SESSION_START_INFO_TAG).plugin_data.content
+    )
+    assert start.hparams["model.gamma"].number_value == 0.5
+    assert start.hparams["data.inner_steps"].number_value == 1
+    experiment = metadata.parse_experiment_plugin_data(
+        found.SummaryMetadata(metadata.EXPERIMENT_TAG).plugin_data.content
+    )
+    named = {info.name.tag for info in experiment.metric_infos}
+    assert {"val/conf_ece", "test/both/conf_ece"} <= named
 
 
 def test_an_existing_run_is_kept_unless_told(folder, capsys):
@@ -153,8 +253,10 @@ def overlays():
 
 def test_configs_name_hub_ids_and_every_file_is_covered():
     covered = {name for combination in overlays() for name in combination}
-    assert covered == {str(p.relative_to(CONFIGS))[:-5] for p in CONFIGS.rglob("*.yaml")}
-    for path in CONFIGS.rglob("*.yaml"):
+    # those of methods, which name no model, are for tests/test_baselines.py
+    files = [p for p in CONFIGS.rglob("*.yaml") if p.parent.name != "methods"]
+    assert covered == {str(p.relative_to(CONFIGS))[:-5] for p in files}
+    for path in files:
         name = yaml.safe_load(path.read_text())["model"]["init_args"]["model_name"]
         assert name.count("/") == 1
         assert not Path(name).exists()
