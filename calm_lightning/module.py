@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from calm_lightning.backbone import Backbone, load_lm, load_tokenizer, with_lora
-from calm_lightning.bilevel import Loss, clamp_, value
+from calm_lightning.bilevel import Loss, clamp_
 from calm_lightning.head import Alpha, token_loss
 from calm_lightning.optim import adamw, warmup_cosine, with_rate
 from calm_lightning.scoring import Scored, Tally, distributed, option_log_probs, probabilities
@@ -320,11 +320,10 @@ class CalibrationModule(LightningModule):
         """Source tokens: task loss and entropy, as served. Questions: kept for conf-ECE."""
         if "labels" in batch:
             tokens = (batch["labels"][:, 1:] != -100).sum()
-            means = [
-                value(self.loss_over(batch, form, adjusted=self.alpha_in_use, local=True))
-                for form in ("cross_entropy", "entropy")
-            ]
-            self._nats += torch.stack([tokens, *(mean * tokens for mean in means)]).double().cpu()
+            for s in self.supervised(batch, local=True):
+                for i, form in enumerate(("cross_entropy", "entropy"), 1):
+                    self._nats[i] += float(self.nats(s, form, adjusted=self.alpha_in_use) * s.count)
+            self._nats[0] += int(tokens)
         else:
             self._score(batch, self.candidates)
 

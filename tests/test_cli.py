@@ -15,13 +15,8 @@ from PIL import Image
 
 from calm_lightning import samples
 from calm_lightning.cli import main, run
+from calm_lightning.selection import RULE
 
-SELECTION = {
-    "rule": "lowest NLL",
-    "split": "sel",
-    "n_candidates": 4,
-    "chosen": {"method": "theta", "iteration": 2, "alpha": "dropped"},
-}
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
 pytestmark = pytest.mark.filterwarnings(
@@ -79,7 +74,7 @@ def test_fit_controls_validate_test_predict(folder, capsys):
     html = (run / "report.html").read_text()
     asked = [r["question"] for r in map(json.loads, sample_lines())]
     assert sum(escape(question) in html for question in asked) >= 5
-    assert "Most confident mistakes of CALM, α dropped" in html  # alpha_at_inference: false
+    assert "Most confident mistakes of CALM, α" in html
     kept = [json.loads(x) for x in (run / "test_predictions.jsonl").read_text().splitlines()]
     assert len(kept) == 6 * 20
     assert {r["variant"] for r in kept} == variants
@@ -87,8 +82,18 @@ def test_fit_controls_validate_test_predict(folder, capsys):
     top = [x.split(",") for x in lines[1:] if ",base,top," in x]
     assert sum(float(x[8]) for x in top) == 20
 
-    # the folder alone says what to test, and of several states the chosen one
-    (run / "selection.json").write_text(json.dumps(SELECTION))
+    # every validation was a candidate, plain fine-tuning's too, and the table says what chose
+    selection = json.loads((run / "selection.json").read_text())
+    assert [(c["method"], c["iteration"]) for c in selection["candidates"]] == [
+        *[("CALMModule", 0)] * 2, *[("CALMModule", 2)] * 2, ("fine_tuning", 2),
+    ]  # fmt: skip
+    assert selection["rule"] == RULE
+    assert selection["split"].startswith("near misses by first_token, N = ")
+    assert "among 5 candidates" in " ".join(printed.split())
+    assert found["run"]["selection"] == selection
+    assert RULE.split(" at ")[0] in html
+
+    # the folder alone says what to test: the chosen state
     main(["test", "--run_dir", "runs/demo"])
     again = json.loads((run / "metrics.json").read_text())
     assert again["run"]["seconds"].keys() >= {"fit", "test", "fit plain fine-tuning"}
@@ -96,14 +101,9 @@ def test_fit_controls_validate_test_predict(folder, capsys):
     key = lambda r: (r["variant"], r["metric"])  # noqa: E731
     before = {key(r): r["value"] for r in found["rows"]}
     assert {key(r): r["value"] for r in again} == before
-    printed = capsys.readouterr().out
-    assert "using runs/demo/last.ckpt" in printed
-    assert "chosen: CALM, α dropped, iteration 2, α dropped; by lowest NLL on sel" in printed
-    assert "lowest NLL" in (run / "report.html").read_text()
-    assert json.loads((run / "metrics.json").read_text())["run"]["selection"] == SELECTION
+    assert "using runs/demo/chosen.ckpt" in capsys.readouterr().out
 
     main(["validate", *DEMO, "--trainer.limit_val_batches=1"])
-    (run / "last.ckpt").rename(run / "chosen.ckpt")
     main(["predict", "--run_dir=runs/demo"])
     assert "using runs/demo/chosen.ckpt" in capsys.readouterr().out
     rows = [json.loads(x) for x in (run / "predictions.jsonl").read_text().splitlines()]
@@ -114,7 +114,8 @@ def test_fit_controls_validate_test_predict(folder, capsys):
         assert row["correct"] == (row["prediction"] == row["answer"])
         assert len(row["probs"]) == len(row["probs_raw"]) == len(row["options"])
     accuracy = sum(row["correct"] for row in rows) / 20
-    assert accuracy == pytest.approx(before["both", "accuracy"])
+    alpha = torch.load(run / "chosen.ckpt", weights_only=True)["alpha_chosen"]
+    assert accuracy == pytest.approx(before["both" if alpha else "theta", "accuracy"])
 
 
 def sample_lines():
@@ -273,9 +274,9 @@ def test_every_overlay_runs_two_outer_iterations(combination, folder, capsys):
     args += [f"{inner}.{k}" for k in ("inner_steps=1", "batch_size=2", "outer_steps_per_epoch=2")]
     if combination[0] == "calm_id":
         args += ["--data.benchmarks={openbookqa: 20}", "--data.fit_benchmarks={openbookqa: 100}"]
-        args += [f"--data.root={SHARED_DATA}", "--data.max_length=400"]
+        args += [f"--data.root={SHARED_DATA}", "--data.max_length=400", "--controls=null"]
     elif combination[0] == "calm_ood":
-        args += [f"--data.root={SHARED_DATA}"]
+        args += [f"--data.root={SHARED_DATA}", "--controls=null"]
     else:
         args += ["--data.source.max_length=400", "--controls={}", "--data.target.scoring=text"]
         args += ["--data.target.benchmarks={sample: 5}", f"--data.root={SHARED_DATA}"]

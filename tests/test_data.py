@@ -228,7 +228,7 @@ def test_the_bundled_instructions_are_a_source(tiny_tokenizer):
     item = next(iter(data.train_dataloader()))
     assert len(item["train"]) == 21
     assert item["calib"]["input_ids"].shape[0] == 16
-    batches = list(data.val_dataloader())
+    batches = list(data.val_dataloader()[0])
     assert [batch["labels"].shape[0] for batch in batches] == [16, 4]
     assert all((batch["labels"] >= 0).any(1).all() for batch in batches)
 
@@ -246,7 +246,7 @@ def test_shift_fits_on_one_and_tests_on_the_other(tiny_tokenizer, tmp_path):
     )
     shift.setup("fit")
     assert "calib" in next(iter(shift.train_dataloader()))
-    assert "input_ids" in next(iter(shift.val_dataloader()))
+    assert "input_ids" in next(iter(shift.val_dataloader()[0]))
     assert not shift.target.report
     shift.setup("test")
     assert next(iter(shift.test_dataloader()[0]))["dataset"] == "mmlu"

@@ -6,10 +6,13 @@ from typing import Any
 from calm_lightning import samples
 from calm_lightning.data import prompts
 from calm_lightning.data.files import SUFFIXES, load_rows, read_rows, text_column
+from calm_lightning.data.mcqa import question_batches
+from calm_lightning.data.near_misses import near_miss_rows
 from calm_lightning.data.prompts import Prompt
 from calm_lightning.data.source import TokenDataModule, split_rows, without_repeats
 from calm_lightning.data.tokens import Batches
 
+NEAR_MISSES = ("first_token", "text", "text_mean")
 FULL_ALPACA = 52_002  # rows of tatsu-lab/alpaca, for which the paper's split is the default
 
 
@@ -26,7 +29,9 @@ class AlpacaDataModule(TokenDataModule):
     repeats, rows over `max_chars_prompt` (instruction + input) or `max_chars_response` characters
     where these are asked for, and rows whose prompt fills `max_length`. What remains is split in
     file order: sel and calib are the last two tenths (2,000 rows each for the full Alpaca), or
-    `sizes`. The other arguments are `TokenDataModule`'s.
+    `sizes`. With `near_misses`, a way of scoring ("first_token", "text", "text_mean"), validation
+    also asks for the responses of `near_miss_rows` rows of sel among near misses (see there).
+    The other arguments are `TokenDataModule`'s.
     """
 
     def __init__(
@@ -35,11 +40,18 @@ class AlpacaDataModule(TokenDataModule):
         form: str = "alpaca",
         max_chars_prompt: int | None = None,
         max_chars_response: int | None = None,
+        near_misses: str | None = None,
+        near_miss_rows: int = 150,
         **shared: Any,
     ):
         super().__init__(**shared)
         if form not in prompts.FORMS:
             raise ValueError(f'form is "{form}"; it is one of {", ".join(prompts.FORMS)}.')
+        if near_misses not in (None, *NEAR_MISSES):
+            raise ValueError(f"near_misses is {near_misses!r}; it is one of {NEAR_MISSES} or null.")
+        if near_miss_rows < 1:
+            raise ValueError(f"near_miss_rows is {near_miss_rows}; it has to be at least 1.")
+        self.near_misses, self.near_miss_rows = near_misses, near_miss_rows
         self.source, self.form = str(source), form
         self.max_chars_prompt, self.max_chars_response = max_chars_prompt, max_chars_response
 
@@ -94,9 +106,17 @@ class AlpacaDataModule(TokenDataModule):
         self.note("source", {"from": where, **count, **sizes})
         return splits
 
-    def val_dataloader(self) -> Batches:
-        """Return token batches of sel, for the source's own task loss and entropy."""
-        return self.token_batches("sel", self.val_rows)
+    def val_dataloader(self) -> list[Batches]:
+        """Return token batches of sel, for the source's own losses, and sel's near misses."""
+        loaders = [self.token_batches("sel", self.val_rows)]
+        if self.near_misses is not None:
+            pairs, tokenizer = self.rows("sel").rows, self.take_tokenizer()
+            rows, report = near_miss_rows(
+                pairs, tokenizer, self.near_misses, self.seed, self.near_miss_rows
+            )
+            self.note("near misses of sel", report)
+            loaders += question_batches(rows, self.near_misses, self.batch_size, *self.rank())
+        return loaders
 
 
 def _over(limit: int | None, *texts: str) -> bool:

@@ -11,7 +11,7 @@ from calm_lightning.data import prompts
 from calm_lightning.data.prompts import Prompt
 from calm_lightning.data.questions import Question, load_questions
 from calm_lightning.data.source import TokenDataModule, listed, split_rows, without_repeats
-from calm_lightning.data.tokens import Batches, plain_ids
+from calm_lightning.data.tokens import Batches, RenderedRow, plain_ids
 
 SCORINGS = ("letter", "first_token", "text", "text_mean")
 PAPER_SIZES = {"train": 2000, "calib": 500, "sel": 500}  # of the 3,000 in calibration_train
@@ -41,6 +41,30 @@ def option_ids(
             )
         found.append(new[:1] if scoring == "first_token" else new)
     return before, found
+
+
+def question_batches(
+    rows: list[dict[str, Any]], scoring: str, size: int, rank: int = 0, world_size: int = 1
+) -> list[Batches]:
+    """Evaluation rows as batches (see DESIGN), one loader per data set: this rank's share."""
+
+    def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        keys = ("id", "question", "options", "prompt_ids", "option_ids")
+        batch: dict[str, Any] = {key: [row[key] for row in rows] for key in keys}
+        batch["answer"] = torch.tensor([row["answer"] for row in rows])
+        batch["n_options"] = torch.tensor([len(row["options"]) for row in rows])
+        return {"dataset": rows[0]["dataset"], "scoring": scoring, **batch}
+
+    by_dataset: dict[str, list] = {}
+    for row in rows:
+        by_dataset.setdefault(row["dataset"], []).append(row)
+    loaders = []
+    for some in by_dataset.values():
+        # Rows of one length side by side need little padding; the longest first, so that a batch
+        # that does not fit the memory says so at once.
+        some.sort(key=lambda row: -len(row["prompt_ids"]))
+        loaders.append(Batches(some[rank::world_size], size, collate))
+    return loaders
 
 
 class MCQADataModule(TokenDataModule):
@@ -144,10 +168,17 @@ class MCQADataModule(TokenDataModule):
             self.note("source", {"repeated across sets": repeated, **sizes})
         return self._source
 
-    def source_splits(self) -> dict[str, list[tuple[Prompt, str]]]:
-        """Return (prompt, response) of train, calib and sel."""
+    def source_splits(self) -> dict[str, list[RenderedRow]]:
+        """Return (prompt, response) of train, calib and sel, and the answers if one token decides.
+
+        Whole texts may share their first token, and are no decision of one.
+        """
+        decides = self.scoring in ("letter", "first_token")
         return {
-            name: [(self.prompt(q), self.answers(q)[q.answer]) for q in questions]
+            name: [
+                (self.prompt(q), self.answers(q)[q.answer], *([self.answers(q)] if decides else []))
+                for q in questions
+            ]
             for name, questions in self.source_questions().items()
         }
 
@@ -164,14 +195,6 @@ class MCQADataModule(TokenDataModule):
     def predict_dataloader(self) -> list[Batches]:
         """Return the test questions, one loader per benchmark; answers may be unknown (-1)."""
         return self._loaders(self.test_questions())
-
-    def collate(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        """Put scored rows of one benchmark side by side; see DESIGN's evaluation batch."""
-        keys = ("id", "question", "options", "prompt_ids", "option_ids")
-        batch: dict[str, Any] = {key: [row[key] for row in rows] for key in keys}
-        batch["answer"] = torch.tensor([row["answer"] for row in rows])
-        batch["n_options"] = torch.tensor([len(row["options"]) for row in rows])
-        return {"dataset": rows[0]["dataset"], "scoring": self.scoring, **batch}
 
     def _render(self, text: str) -> Prompt:
         return prompts.chat(self.take_tokenizer(), text) if self.chat else prompts.question(text)
@@ -196,17 +219,8 @@ class MCQADataModule(TokenDataModule):
         }
 
     def _loaders(self, questions: list[Question]) -> list[Batches]:
-        rank, world_size = self.rank()
-        by_dataset: dict[str, list] = {}
-        for question in questions:
-            by_dataset.setdefault(question.dataset, []).append(self._row(question))
-        loaders = []
-        for rows in by_dataset.values():
-            # Rows of one length side by side need little padding; the longest first, so that a
-            # batch that does not fit the memory says so at once.
-            rows.sort(key=lambda row: -len(row["prompt_ids"]))
-            loaders.append(Batches(rows[rank::world_size], self.eval_batch_size, self.collate))
-        return loaders
+        rows = [self._row(question) for question in questions]
+        return question_batches(rows, self.scoring, self.eval_batch_size, *self.rank())
 
     def _draw(self, name: str, end: str, count: int | None, without: set) -> list[Question]:
         """Read one set, leave out what the rules leave out, draw `count`, report all of it."""

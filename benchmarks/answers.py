@@ -1,0 +1,95 @@
+"""An upper objective where confidence is used: entropy over the model's own sampled answers.
+
+Instead of the next token's entropy on held-out responses: the base model answers each calib prompt
+N_ANSWERS times in its own words (no label is needed), and the upper level raises the entropy of
+their relative likelihood, softmax over answers of the mean log-probability of their tokens. At
+equal cost: as many rows pass the body as for the token-level entropy. See docs/selection.md.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from calm_lightning import AlpacaDataModule, CALMModule
+from calm_lightning.backbone import load_lm
+from calm_lightning.data.prompts import Prompt
+from calm_lightning.data.tokens import OuterLoader, collate, encode
+
+N_ANSWERS, TRIES, LENGTH = 4, 12, 20  # answers a prompt, draws to find them, tokens at most
+
+
+class AnswerEntropy(CALMModule):
+    """CALM with the entropy over sampled answers as its upper loss."""
+
+    def negative_entropy(self, batch: dict[str, Tensor]):
+        """Rows come in groups of N_ANSWERS, one prompt each."""
+
+        def loss() -> Iterator[Tensor]:
+            labels = batch["labels"][:, 1:]
+            counted = labels != -100
+            hidden, _ = self.backbone.hidden(batch["input_ids"], batch["attention_mask"])
+            z = self.alpha(self.backbone.logits(hidden[:, :-1][counted]).float())
+            log_p = z.log_softmax(-1).gather(1, labels[counted][:, None])[:, 0]
+            row = counted.nonzero()[:, 0]
+            total = log_p.new_zeros(len(labels)).index_add(0, row, log_p)
+            log_q = (total / counted.sum(1)).view(-1, N_ANSWERS).log_softmax(-1)
+            yield (log_q.exp() * log_q).sum(-1).mean()
+
+        return loss
+
+
+class AnswerSource(AlpacaDataModule):
+    """Its calib micro-batches hold B / N_ANSWERS prompts with N_ANSWERS sampled answers each."""
+
+    def __init__(self, model: str, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.model = model
+
+    def train_dataloader(self) -> OuterLoader:
+        """Train items whose calib rows are sampled answers."""
+        loader = super().train_dataloader()
+        needed = self.outer_steps_per_epoch * self.batch_size // N_ANSWERS
+        prompts = [prompt for prompt, _ in self.rows("calib").rows][:needed]
+        groups = sampled(self.model, self.take_tokenizer(), prompts, self.max_length, self.seed)
+        return AnswerLoader(
+            loader.train, groups, self.batch_size, self.inner_steps, len(loader), self.seed,
+            loader.pad_id,
+        )  # fmt: skip
+
+
+class AnswerLoader(OuterLoader):
+    """Train items; calib is a list of groups of rows."""
+
+    def _micro_batch(self, rows, order, number):
+        if rows is not self.calib:
+            return super()._micro_batch(rows, order, number)
+        each = self.batch_size // N_ANSWERS
+        groups = [rows[order[number * each + i]] for i in range(each)]
+        return collate([row for group in groups for row in group], self.pad_id)
+
+
+@torch.no_grad()
+def sampled(model: str, tokenizer, prompts: list[Prompt], max_length: int, seed: int) -> list:
+    """N_ANSWERS distinct first lines for each prompt at temperature 1; prompts with fewer go."""
+    lm = load_lm(model, dtype="float32").eval()
+    pad = tokenizer.eos_token_id
+    groups = []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for prompt in prompts:
+            inputs = tokenizer(prompt.text, return_tensors="pt", add_special_tokens=prompt.special)
+            out = lm.generate(
+                **inputs, do_sample=True, top_k=0, max_new_tokens=LENGTH, pad_token_id=pad,
+                num_return_sequences=TRIES,
+            )  # fmt: skip
+            texts = tokenizer.batch_decode(out[:, inputs.input_ids.shape[1] :], True)
+            lines = dict.fromkeys(text.strip().split("\n")[0].strip() for text in texts)
+            lines = [line for line in lines if line][:N_ANSWERS]
+            if len(lines) == N_ANSWERS:
+                groups.append(
+                    [encode(tokenizer, prompt.text, prompt.lead + line, max_length, prompt.special)
+                     for line in lines]
+                )  # fmt: skip
+    print(f"{len(groups)} of {len(prompts)} prompts have {N_ANSWERS} answers", flush=True)
+    return groups

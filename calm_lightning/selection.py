@@ -1,0 +1,160 @@
+"""Which checkpoint a run serves, with alpha or without: chosen without a look at the target.
+
+Maximum entropy has no target value: a run passes the point where confidence meets accuracy and goes
+on. So `fit` validates as it goes, at iteration 0 first, on questions that share nothing with the
+test, and keeps the state whose confidence is nearest to its accuracy there. docs/selection.md has
+what this and other rules are worth.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.trainer.states import TrainerFn
+
+from calm_lightning.module import CalibrationModule
+from calm_lightning.scoring import Scored
+
+LEAST_ACCURACY = 0.8  # of iteration 0's on the same questions: the paper's filter
+RULE = f"least |confidence - accuracy| at accuracy of at least {LEAST_ACCURACY} x iteration 0's"
+FIXED = "the fixed number of outer iterations"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A state that could be served, and what it shows on the questions that it is chosen by."""
+
+    method: str  # "calm", or a control's name
+    iteration: int  # train items done; 0 is the model as it came
+    alpha: str  # "applied" or "dropped"
+    score: float  # |mean confidence - accuracy|: lower is better, one mean of all rows, no bins
+    accuracy: float
+    mean_confidence: float
+    conf_ece: float
+
+
+def candidate(method: str, iteration: int, alpha: str, scored: Scored, n_bins: int) -> Candidate:
+    """Score one state's questions."""
+    found = scored.summary(n_bins)
+    accuracy, confidence = found["accuracy"], found["mean_confidence"]
+    gap = abs(confidence - accuracy)
+    return Candidate(method, iteration, alpha, gap, accuracy, confidence, found["conf_ece"])
+
+
+def choose(candidates: Sequence[Candidate]) -> Candidate:
+    """The candidate of the lowest score among those accurate enough; of equals the first.
+
+    Accurate enough: at least `LEAST_ACCURACY` times the accuracy of iteration 0, which is among the
+    candidates, so that there always is one.
+
+    Raises:
+        ValueError: no candidate of iteration 0 to compare with.
+
+    >>> early = Candidate("calm", 0, "dropped", 0.2, 0.5, 0.7, 0.2)
+    >>> late = Candidate("calm", 8, "dropped", 0.01, 0.3, 0.31, 0.05)
+    >>> choose([early, late]) == early  # the late one forgot too much
+    True
+    """
+    base = next((c for c in candidates if c.iteration == 0), None)
+    if base is None:
+        raise ValueError(
+            "there is no candidate of iteration 0: set trainer.num_sanity_val_steps to -1, which "
+            "validates before the first step"
+        )
+    least = LEAST_ACCURACY * base.accuracy
+    return min((c for c in candidates if c.accuracy >= least), key=lambda c: c.score)
+
+
+class ChooseCheckpoint(Checkpoint):
+    """Keeps the state that the rule prefers, and selection.json with every candidate.
+
+    Needs question batches among the validation loaders and `num_sanity_val_steps=-1`, which makes
+    iteration 0 a candidate. Without validation there is nothing to choose by: the run's end is it.
+
+    Args:
+        run_dir: where selection.json and the checkpoint go.
+        method: what the candidates are called.
+        file: the name of the checkpoint.
+        rivals: candidates of other methods on the same questions, already known.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        method: str = "calm",
+        file: str = "chosen.ckpt",
+        rivals: Sequence[Candidate] = (),
+    ):
+        self.run_dir, self.method, self.file = Path(run_dir), method, file
+        self.rivals, self.candidates, self.split = list(rivals), [], ""
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint."""
+        return self.run_dir / self.file
+
+    def on_validation_end(self, trainer: Trainer, pl_module: CalibrationModule) -> None:
+        """Add what was just validated; keep the state if it is the best of this run so far."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        done = trainer.fit_loop.total_batch_idx + 1
+        fresh = [
+            candidate(self.method, done, alpha, s, pl_module.hparams.n_bins)
+            for s in pl_module.scored
+            if s.dataset == "all"
+            for alpha in ["applied" if pl_module.candidates[s.variant][1] else "dropped"]
+        ]
+        if not fresh:
+            return
+        sets = {s.dataset: s for s in pl_module.scored if s.dataset != "all"}.values()
+        self.split = ", ".join(f"{s.dataset} by {s.scoring}, N = {len(s.id)}" for s in sets)
+        self.candidates += fresh
+        # A rival's own checkpoint is written beside ours, whichever of the two wins.
+        zero = [c for c in self.rivals if c.iteration == 0][:1]
+        best = choose([*zero, *self.candidates])
+        if best in fresh:
+            pl_module.alpha_chosen = best.alpha == "applied"
+            trainer.save_checkpoint(self.path, weights_only=True)
+            pl_module.alpha_chosen = None  # last.ckpt has not been chosen
+        if trainer.is_global_zero:
+            self.write(choose([*self.rivals, *self.candidates]))
+
+    def on_train_end(self, trainer: Trainer, pl_module: CalibrationModule) -> None:
+        """Say that nothing was chosen, where nothing was."""
+        if not self.candidates and not self.rivals and trainer.is_global_zero:
+            done = trainer.fit_loop.total_batch_idx + 1
+            alpha = "applied" if pl_module.alpha_in_use else "dropped"
+            chosen = {"method": self.method, "iteration": done, "alpha": alpha}
+            self._write({"rule": FIXED, "split": "none", "n_candidates": 1, "chosen": chosen})
+
+    def write(self, chosen: Candidate) -> None:
+        """selection.json: the rule, the questions it looked at, the choice, every candidate."""
+        found = [*self.rivals, *self.candidates]
+        self._write(
+            {
+                "rule": RULE,
+                "split": self.split,
+                "n_candidates": len(found),
+                "chosen": asdict(chosen),
+                "candidates": [asdict(c) for c in found],
+            }
+        )
+
+    def _write(self, document: dict[str, Any]) -> None:
+        path = self.run_dir / "selection.json"
+        aside = path.with_name(path.name + ".part")
+        aside.write_text(json.dumps(document, indent=1))
+        aside.replace(path)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Candidates so far: a resumed run goes on with them."""
+        return {"candidates": [asdict(c) for c in self.candidates], "split": self.split}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the candidates of the run that is resumed."""
+        self.candidates = [Candidate(**c) for c in state["candidates"]]
+        self.split = state["split"]
