@@ -72,6 +72,17 @@ def by(names, score: Callable[[Answers], float]):
     return value
 
 
+def worst(names):
+    """Lowest of the largest gap on several question sets, with enough accuracy on all of them."""
+
+    def value(c: Candidate, pool: list[Candidate]) -> float:
+        guarded = by(names, gap)(c, pool)
+        return guarded if guarded == float("inf") else max(gap(c.found[n]) for n in names)
+
+    value.needs = names
+    return value
+
+
 def bounded(rise: float):
     """The highest entropy among candidates whose source task loss is at most `rise` nats higher."""
 
@@ -108,6 +119,7 @@ def rules(target: tuple[str, ...], others: tuple[str, ...], ours: str, last: int
         "(a) own first tokens: gap": by(("own",), gap),
         "(b) other benchmark: gap": by(others, gap),
         "(b) other benchmark: ECE": by(others, ece),
+        "(a + b) worst gap of near misses and other": worst(("near_first", *others)),
         "(e) open answers: gap": by(("open",), gap),
         "half A of the target (a leak)": lambda c, pool: ece(joined(c, target, 0)),
     }

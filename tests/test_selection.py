@@ -10,7 +10,7 @@ from peft import LoraConfig
 
 from calm_lightning import AlpacaDataModule, CALMModule, FineTuning, MCQADataModule, Shift
 from calm_lightning.callbacks import LastCheckpoint
-from calm_lightning.data.near_misses import near_miss_rows, similarity
+from calm_lightning.data.near_misses import near_miss_rows, tf_idf
 from calm_lightning.data.prompts import question
 from calm_lightning.selection import FIXED, RULE, Candidate, ChooseCheckpoint, choose
 
@@ -18,7 +18,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*loftq_config:UserWarning")
 
 
 def at(iteration, score, accuracy, alpha="dropped", method="calm"):
-    return Candidate(method, iteration, alpha, score, accuracy, accuracy + score, score)
+    gaps = {"set": score}
+    return Candidate(method, iteration, alpha, score, accuracy, accuracy + score, gaps)
 
 
 # ---- the rule ----------------------------------------------------------------------------------
@@ -92,7 +93,8 @@ def test_rows_too_few_to_make_a_question_are_an_error(tiny_tokenizer):
 
 
 def test_words_of_the_template_say_nothing():
-    near = similarity([prompt.text for prompt, _ in ROWS])
+    words = tf_idf([prompt.text for prompt, _ in ROWS])
+    near = (words @ words.T).toarray()
     assert near[0, 4] == 0  # both hold "Question:" and "Answer:"
     assert near[0, 1] > 0
 
@@ -148,8 +150,9 @@ def test_every_validation_is_a_candidate_and_the_best_is_kept(tmp_path, tiny_lm,
     trainer(tmp_path).validate(again, data, ckpt_path=keep.path, verbose=False)
     assert again.alpha_in_use == kept["alpha_chosen"]
     variant = "both" if again.alpha_in_use else "theta"
-    (s,) = [s for s in again.scored if s.variant == variant and s.dataset == "all"]
-    assert s.summary(10)["conf_ece"] == pytest.approx(said["chosen"]["conf_ece"], abs=1e-6)
+    (s,) = [s for s in again.scored if s.variant == variant and s.dataset == "near misses"]
+    gap = float(s.confidence.mean() - s.correct.float().mean())
+    assert gap == pytest.approx(said["chosen"]["gaps"]["near misses"], abs=1e-6)
 
 
 def test_another_benchmark_can_choose(tmp_path, tiny_lm, tiny_tokenizer):
@@ -170,6 +173,21 @@ def test_another_benchmark_can_choose(tmp_path, tiny_lm, tiny_tokenizer):
     )
     _, _, said = fitted(tmp_path, tiny_lm, tiny_tokenizer, data)
     assert said["split"] == "other by text, N = 8"
+
+
+def test_the_worst_of_several_sets_counts(tmp_path, tiny_lm, tiny_tokenizer):
+    files = {"other": {"path": write(tmp_path / "other.jsonl", mmlu(8)), "question": "question",
+                       "options": "choices", "answer": "answer"}}  # fmt: skip
+    other = MCQADataModule({"other": None}, scoring="text_mean", files=files)
+    tested = MCQADataModule({"sample": 4}, scoring="text")
+    near = source(tmp_path, near_misses="text", near_miss_rows=3, sizes={"sel": 12})
+    _, _, said = fitted(tmp_path, tiny_lm, tiny_tokenizer, Shift(near, tested, other))
+    assert said["split"] == "near misses by text, N = 3, other by text_mean, N = 8"
+    for c in said["candidates"]:
+        assert set(c["gaps"]) == {"near misses", "other"}
+        assert c["score"] == max(abs(gap) for gap in c["gaps"].values())
+        whole = (3 * c["gaps"]["near misses"] + 8 * c["gaps"]["other"]) / 11
+        assert c["mean_confidence"] - c["accuracy"] == pytest.approx(whole, abs=1e-6)
 
 
 def test_without_validation_the_fixed_number_is_the_rule(tmp_path, tiny_lm, tiny_tokenizer):

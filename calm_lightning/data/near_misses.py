@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy import sparse
 
 from calm_lightning.data.mcqa import option_ids
 from calm_lightning.data.prompts import Prompt
@@ -19,19 +20,17 @@ N_WRONG = 3
 LENGTH_RATIO = 2.0  # of characters, between the gold response and a wrong one
 
 
-def similarity(texts: list[str]) -> np.ndarray:
-    """Cosine similarity of TF-IDF weighted words, (N, N), ones on the diagonal."""
-    words = [Counter(text.casefold().split()) for text in texts]
-    column = {word: j for j, word in enumerate(sorted(set().union(*words)))}
-    tf = np.zeros((len(texts), len(column)))
-    for i, counts in enumerate(words):
-        for word, n in counts.items():
-            tf[i, column[word]] = n
-    idf = np.log(len(texts) / (tf > 0).sum(0))  # 0 for the words of the template
-    tf *= idf
-    norm = np.linalg.norm(tf, axis=1, keepdims=True)
-    tf /= np.where(norm > 0, norm, 1)
-    return tf @ tf.T
+def tf_idf(texts: list[str]) -> sparse.csr_array:
+    """Words of each text, (N, V): how often times how rare, rows of length 1 (or 0)."""
+    counts = [Counter(text.casefold().split()) for text in texts]
+    column = {word: j for j, word in enumerate(sorted(set().union(*counts)))}
+    cells = [(n, i, column[word]) for i, row in enumerate(counts) for word, n in row.items()]
+    n, i, j = (np.array(part) for part in zip(*cells, strict=True))
+    idf = np.log(len(texts) / np.bincount(j))  # 0 for the words of the template
+    weight = n * idf[j]
+    norm = np.sqrt(np.bincount(i, weight**2, minlength=len(texts)))
+    weight = weight / np.where(norm > 0, norm, 1)[i]
+    return sparse.csr_array((weight, (i, j)), shape=(len(texts), len(column)))
 
 
 def near_miss_rows(
@@ -49,12 +48,8 @@ def near_miss_rows(
 
     Raises:
         ValueError: no question can be made.
-
-    >>> words = similarity(["red cat", "red dog", "blue sky"])
-    >>> bool(words[0, 1] > words[0, 2] == 0)
-    True
     """
-    near = np.argsort(-similarity([prompt.text for prompt, _ in rows]), kind="stable")
+    words = tf_idf([prompt.text for prompt, _ in rows])
     made, report = [], {"rows": len(rows), "too few near misses": 0, "used": 0}
     for i, (prompt, gold) in enumerate(rows):
         if len(made) == count:
@@ -62,7 +57,8 @@ def near_miss_rows(
         options = [gold]
         prompt_ids, ids = option_ids(tokenizer, prompt, options, scoring)
         taken = {_key(gold, ids[0], scoring)}
-        for j in near[i]:
+        near = (words @ words[[i]].T).toarray()[:, 0]  # cosine of this prompt and every other
+        for j in np.argsort(-near, kind="stable"):
             wrong = rows[j][1]
             ratio = len(wrong) / len(gold)
             if len(options) > N_WRONG or not 1 / LENGTH_RATIO <= ratio <= LENGTH_RATIO:
@@ -91,8 +87,8 @@ def near_miss_rows(
     report["used"] = len(made)
     if not made:
         raise ValueError(
-            f"no question can be made of {len(rows)} rows of sel: each has fewer than {N_WRONG} near "
-            'misses; give sel more rows in `sizes`, or score them by "text".'
+            f"no question can be made of {len(rows)} rows of sel: each has fewer than {N_WRONG} "
+            'near misses; give sel more rows in `sizes`, or score them by "text".'
         )
     return made, report
 
