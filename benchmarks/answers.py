@@ -4,9 +4,15 @@ Instead of the next token's entropy on held-out responses: the base model answer
 N_ANSWERS times in its own words (no label is needed), and the upper level raises the entropy of
 their relative likelihood, softmax over answers of the mean log-probability of their tokens. At
 equal cost: as many rows pass the body as for the token-level entropy. See docs/selection.md.
+
+    python benchmarks/answers.py --out runs/answers      (known truth; SmolLM2: selection.py)
 """
 
+import argparse
+import json
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,7 +22,7 @@ from calm_lightning.backbone import load_lm
 from calm_lightning.data.prompts import Prompt
 from calm_lightning.data.tokens import OuterLoader, collate, encode
 
-N_ANSWERS, TRIES, LENGTH = 4, 12, 20  # answers a prompt, draws to find them, tokens at most
+N_ANSWERS, TRIES, LENGTH = 4, 24, 20  # answers a prompt, draws to find them, tokens at most
 
 
 class AnswerEntropy(CALMModule):
@@ -93,3 +99,47 @@ def sampled(model: str, tokenizer, prompts: list[Prompt], max_length: int, seed:
                 )  # fmt: skip
     print(f"{len(groups)} of {len(prompts)} prompts have {N_ANSWERS} answers", flush=True)
     return groups
+
+
+def main(args) -> None:
+    """Both upper objectives on each seed's bed: conf-ECE of the target at the end and at best."""
+    from known_truth import METHODS, bed, fit_trajectory
+
+    method, options = METHODS["calm"]
+    ways = {"next token": (method, {}), "answers": (AnswerEntropy, {})}
+    ways |= {f"answers, gamma {g}": (AnswerEntropy, {"gamma": g}) for g in (0.02, 0.2)}
+    args.out.mkdir(parents=True, exist_ok=True)
+    found: dict[str, list] = {}
+    for seed in args.seeds:
+        for name, (make, changed) in ways.items():
+            file = args.out / f"{seed}-{name}.json"
+            if not file.exists():
+                folder = bed(args.out, seed)
+                source = partial(AnswerSource, str(folder)) if make is AnswerEntropy else None
+                points = fit_trajectory(
+                    folder, make, options | changed, 6, seed=seed, source=source
+                )
+                along = [{v: s.summary(10) for (_, v), s in at.items()} for _, at in points]
+                file.write_text(json.dumps(along))
+            along = json.loads(file.read_text())
+            end = min(along[-1].values(), key=lambda n: n["conf_ece"])
+            best = min(n["conf_ece"] for at in along for n in at.values())
+            found.setdefault(name, []).append([end["conf_ece"], best, end["accuracy"]])
+    print("| upper objective | conf-ECE at the end | at its best | accuracy | − next token (end) |")
+    print("|---|" + "---:|" * 4)
+    for name, rows in found.items():
+        values = torch.tensor(rows)
+        cells = [f"{m:.3f} ± {s:.3f}" for m, s in zip(values.mean(0), values.std(0), strict=True)]
+        difference = values[:, 0] - torch.tensor(found["next token"])[:, 0]
+        half = 2.78 * difference.std() / len(rows) ** 0.5  # Student's t, five seeds
+        cells.append(f"{difference.mean():+.3f} ± {half:.3f}")
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seeds", nargs="*", type=int, default=[1, 2, 3, 4, 5])
+    main(parser.parse_args())

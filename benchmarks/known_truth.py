@@ -70,17 +70,23 @@ class Trajectory(Callback):
 
 
 def fit_trajectory(
-    folder: Path, method, options: dict, every: int, batches=None, seed=0, callbacks=()
+    folder: Path, method, options: dict, every: int, batches=None, seed=0, callbacks=(), source=None
 ) -> Points:
     """Fit a method for K items on a bed's source; score `batches` (the target's) along the way.
 
-    `batches` are of any question loaders: [batch for loader in loaders for batch in loader].
+    `batches` are of any question loaders: [batch for loader in loaders for batch in loader];
+    `source` makes another source of train items than `AlpacaDataModule`.
     """
     seed_everything(seed, verbose=False)
     data = known_truth.data(
         folder, tokenizer=load_tokenizer(str(folder)), seed=seed,
         batch_size=B, inner_steps=T, outer_steps_per_epoch=K,
     )  # fmt: skip
+    if source is not None:
+        data.source = source(
+            str(folder / "source.jsonl"), form="question", tokenizer=load_tokenizer(str(folder)),
+            seed=seed, batch_size=B, inner_steps=T, outer_steps_per_epoch=K,
+        )  # fmt: skip
     if batches is None:
         batches = [batch for loader in data.target.test_dataloader() for batch in loader]
     lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
