@@ -8,11 +8,13 @@ always among them. A rule is chosen on half A of the target's questions, its reg
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from matplotlib.figure import Figure
 from scipy.stats import spearmanr
 
 from calm_lightning.metrics import bin_index
@@ -251,6 +253,34 @@ def trajectory(candidates: list[Candidate], run: str, names) -> list[str]:
     return lines
 
 
+def plot(candidates: list[Candidate], runs: dict[str, str], names, path: Path) -> None:
+    """Target conf-ECE, its accuracy and each rule's number along runs, mean over seeds."""
+    figure = Figure(figsize=(3.7 * len(runs), 4.2), layout="constrained")
+    axes = figure.subplots(1, len(runs), sharey=True, squeeze=False)[0]
+    lines = (
+        ("target: conf-ECE", lambda c: ece(joined(c, names)), "-", "#c1272d", 2.4),
+        ("target: accuracy", lambda c: accuracy(c, names), "-", "0.55", 1.6),
+        ("near misses: |gap|", lambda c: gap(c.found["near_first"]), "--", "#1f5f8b", 1.6),
+        ("other benchmark: |gap|", lambda c: gap(c.found["sample"]), "-.", "#3a923a", 1.6),
+        ("source tokens: ECE", lambda c: ece(c.found["tokens"]), ":", "#8e44ad", 1.8),
+    )
+    for axis, (run, title) in zip(axes, runs.items(), strict=True):
+        here = [c for c in candidates if c.run in ("base", run) and c.alpha == "dropped"]
+        seeds = len({c.seed for c in here if c.run == run})
+        steps = sorted(
+            k for k, n in Counter(c.k for c in here).items() if k == 0 or n == seeds
+        )  # states that every seed has
+        for label, value, style, color, width in lines:
+            means = [nanmean([value(c) for c in here if c.k == k]) for k in steps]
+            axis.plot(steps, means, style, color=color, lw=width, marker="o", ms=3, label=label)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("outer iteration")
+        axis.set_ylim(0, None)
+        axis.grid(alpha=0.25)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.savefig(path, dpi=150)
+
+
 def signed(answers: Answers) -> float:
     """Mean confidence - accuracy."""
     return float(answers[0].double().mean() - answers[1].double().mean())
@@ -261,12 +291,18 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     found = read(args.out)
+    if args.plot:
+        runs = {"gamma2": "CALM, γ 2", "gamma.5": "CALM, γ .5", "fine_tuning": "plain fine-tuning"}
+        plot(found, runs, ("arc_easy", "sciq"), args.plot)
     for run in ("gamma2", "gamma.5", "fine_tuning"):
         print(f"\n**{run}**\n", *trajectory(found, run, ("arc_easy", "sciq")), sep="\n")
     for target in (("arc_easy", "sciq"), ("arc_easy",), ("sciq",), ("piqa",), ("sample",)):
+        # what the shipped config chooses by, or all that the target leaves
         others = tuple(n for n in (*REAL, "sample") if n not in target)
+        others = ("sample",) if len(target) > 1 else others
         print(f"\n**target {' + '.join(target)}**\n")
         print(*report(found, target, others, "gamma2"), sep="\n")
     print(json.dumps({"candidates": len(found)}))
