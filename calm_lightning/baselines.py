@@ -27,6 +27,7 @@ class FineTuning(CalibrationModule):
     """
 
     variants = {"base": (False, False), "fine_tuning": (True, False)}  # noqa: RUF012
+    alpha_in_use = False
 
     def __init__(self, model_name: str | None = None, *, use: str = "residual", **shared: Any):
         super().__init__(model_name, **shared)
@@ -129,6 +130,7 @@ class Iterate(FineTuning, AdjustedModule):
     """
 
     variants = {"base": (False, False), "iterate": (True, True)}  # noqa: RUF012
+    alpha_in_use = AdjustedModule.alpha_in_use
 
     def __init__(
         self,

@@ -80,6 +80,7 @@ class CALMModule(AdjustedModule):
             )
         self._epoch: list[Tensor] = []
         self._surrogate: list[Tensor] | None = None
+        self._mean_logit = torch.tensor(torch.nan)  # until an upper loss measures it
 
     def negative_entropy(self, batch: dict[str, Tensor]) -> Loss:
         """The upper loss on a calib micro-batch; its labels only say where a response is."""
@@ -161,12 +162,13 @@ class CALMModule(AdjustedModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take theta_tilde up where it was; ValueError where the checkpoint has none."""
         super().on_load_checkpoint(checkpoint)
-        if self.hparams.warm_start and "surrogate" not in checkpoint:
+        fitting = self._trainer is not None and self._trainer.state.fn == "fit"
+        if fitting and self.hparams.warm_start and "surrogate" not in checkpoint:
             raise ValueError(
                 "the checkpoint has no surrogate to go on from: set model.warm_start false, as it "
                 "was when it was written"
             )
-        self._surrogate = checkpoint["surrogate"] if self.hparams.warm_start else None
+        self._surrogate = checkpoint.get("surrogate") if self.hparams.warm_start else None
 
     def on_train_epoch_end(self) -> None:
         """Warn of a run that is not doing what it should."""

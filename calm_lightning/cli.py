@@ -118,7 +118,9 @@ class CALMCLI(LightningCLI):
             return
         c = self.config.fit
         self.fitted_controls = {
-            name: self._control(name, spec) for name, spec in (c.controls or {}).items()
+            name: self._control(name, spec)
+            for name, spec in (c.controls or {}).items()
+            if name not in self.model.variants  # the method itself, chosen by an overlay
         }
         if rank_zero_only.rank == 0:
             if not self.resuming and self.run_dir.exists():
@@ -142,7 +144,7 @@ class CALMCLI(LightningCLI):
         callbacks.append(TensorBoardRecord(_hparams(c)))
         if self.subcommand == "fit":
             callbacks.append(LastCheckpoint(self.run_dir, c.checkpoint_every))
-            self.choice = ChooseCheckpoint(self.run_dir, c.model.class_path.split(".")[-1])
+            self.choice = ChooseCheckpoint(self.run_dir, self._method())
             callbacks.append(self.choice)
         elif c.trainer.enable_checkpointing is None:
             kwargs["enable_checkpointing"] = False
@@ -151,6 +153,10 @@ class CALMCLI(LightningCLI):
         if c.trainer.default_root_dir is None:
             kwargs["default_root_dir"] = str(self.run_dir)
         return super().instantiate_trainer(callbacks=callbacks, **kwargs)
+
+    def _method(self) -> str:
+        """What the run's own candidates are called: CALM, or the method's own variant."""
+        return "calm" if "theta" in self.model.variants else list(self.model.variants)[-1]
 
     def _logger(self) -> TensorBoardLogger:
         return TensorBoardLogger(self.run_dir, name="tb", version="", default_hp_metric=False)

@@ -166,7 +166,9 @@ def differences(scored: Iterable[Scored], reference: str, n_bins: int) -> list[d
             "brier": metrics.paired_bootstrap_mean(*(x["brier"] for x in scores)),
             "auroc": metrics.paired_bootstrap_auroc(*samples),
         }
-        for metric, (value, low, high) in found.items():
+        for metric, numbers in found.items():
+            # AUROC where all answers are right, or all wrong, is no number: null in JSON
+            value, low, high = (None if x != x else x for x in numbers)
             rows.append(
                 {"dataset": s.dataset, "scoring": s.scoring, "variant": variant}
                 | {"minus": reference, "metric": metric, "value": value, "low": low, "high": high}
@@ -189,7 +191,8 @@ def table(rows: list[dict[str, Any]]) -> Table:
         for row in (row for row in rows if row["variant"] == variant):
             ends = report.interval(row["low"], row["high"])
             text = f"{report.shown(row['value'])}\n{ends}"
-            cells.append(Text(text, style="" if row["low"] <= 0 <= row["high"] else "bold"))
+            apart = row["low"] is not None and not row["low"] <= 0 <= row["high"]
+            cells.append(Text(text, style="bold" if apart else ""))
         out.add_row(Text(report.label(variant)), *cells)
     return out
 

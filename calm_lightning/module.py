@@ -16,8 +16,15 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenize
 from calm_lightning.backbone import Backbone, load_lm, load_tokenizer, with_lora
 from calm_lightning.bilevel import Loss, clamp_
 from calm_lightning.head import Alpha, token_loss
+from calm_lightning.metrics import TokenECE
 from calm_lightning.optim import adamw, warmup_cosine, with_rate
-from calm_lightning.scoring import Scored, Tally, distributed, option_log_probs, probabilities
+from calm_lightning.scoring import (
+    Scored,
+    Tally,
+    distributed,
+    option_log_probs,
+    prediction_rows,
+)
 
 
 class Supervised(NamedTuple):
@@ -89,8 +96,8 @@ class CalibrationModule(LightningModule):
         if micro_batch_size is not None and micro_batch_size < 1:
             raise ValueError(f"micro_batch_size must be at least 1 row, not {micro_batch_size}")
         # From here and from the subclass that calls this; objects have no place in a checkpoint.
-        objects = ["model", "tokenizer", "lora", "quantization"]
-        self.save_hyperparameters(ignore=[*objects, "theta_optimizer", "alpha_optimizer"])
+        made = ["model", "tokenizer", "lora", "quantization", "theta_optimizer", "alpha_optimizer"]
+        self.save_hyperparameters(ignore=made)
         self.automatic_optimization = False  # two gradients a step, two optimizers
         self.strict_loading = False  # checkpoints hold what was trained; see on_load_checkpoint
         self.backbone: Backbone | None = None
@@ -98,6 +105,7 @@ class CalibrationModule(LightningModule):
         self.scored: list[Scored] = []
         self._rng: dict[str, Tensor] | None = None
         self._tally = Tally()
+        self.token_ece = TokenECE(n_bins)  # logged, and no rule to choose by: docs/selection.md
         # In a tuple: Lightning must not see the bare model as a submodule beside the backbone.
         self._given = (model,)
         self._tokenizer, self._lora, self._quantization = tokenizer, lora, quantization
@@ -153,9 +161,8 @@ class CalibrationModule(LightningModule):
             )
         if trainer.precision not in ("32-true", "bf16-mixed", "64-true"):
             raise ValueError(
-                f"precision {trainer.precision} is not supported: theta, alpha and the products of "
-                "lambda are float32, and 16-mixed would need one loss scale for both gradients, "
-                "which is not built yet; use bf16-mixed or 32-true"
+                f"precision {trainer.precision} is not supported (16-mixed would need one loss "
+                "scale for both gradients, which is not built yet); use bf16-mixed or 32-true"
             )
         return []
 
@@ -319,17 +326,19 @@ class CalibrationModule(LightningModule):
     def validation_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0):
         """Source tokens: task loss and entropy, as served. Questions: kept for conf-ECE."""
         if "labels" in batch:
-            tokens = (batch["labels"][:, 1:] != -100).sum()
             for s in self.supervised(batch, local=True):
                 for i, form in enumerate(("cross_entropy", "entropy"), 1):
                     self._nats[i] += float(self.nats(s, form, adjusted=self.alpha_in_use) * s.count)
-            self._nats[0] += int(tokens)
+                z = self.backbone.logits(s.hidden).float()
+                self.token_ece.update(self.alpha(z) if self.alpha_in_use else z, s.token)
+                self._nats[0] += len(s.token)
         else:
             self._score(batch, self.candidates)
 
     def on_validation_epoch_start(self) -> None:
         """Begin the sums. Not self.log: over processes it weights by truncated integers."""
         self._nats = torch.zeros(3, dtype=torch.float64)  # tokens, nats of task loss, of entropy
+        self.token_ece.reset()
 
     def on_validation_epoch_end(self) -> None:
         """Log the source's losses; accuracy and calibration where there were questions."""
@@ -338,13 +347,13 @@ class CalibrationModule(LightningModule):
         if sums[0]:
             self.log("val/task_loss", sums[1] / sums[0], sync_dist=True)
             self.log("val/entropy", sums[2] / sums[0], sync_dist=True)
+            self.log("val/token_ece", self.token_ece.compute(), sync_dist=True)
         self.scored = self._tally.gather()
         used = {v for v, (_, alpha) in self.candidates.items() if alpha == self.alpha_in_use}
-        for scored in self.scored:
-            if scored.dataset == "all":
-                under = "val" if scored.variant in used else f"val/{scored.variant}"
-                for name, number in scored.summary(self.hparams.n_bins).items():
-                    self.log(f"{under}/{name}", number, sync_dist=True)
+        gaps = [abs(s.overconfidence) for s in self.scored if s.variant in used]
+        if gaps:
+            self.log("val/gap", max(gaps), sync_dist=True)  # what the choice goes by
+        self._log_scored({v: "val" if v in used else f"val/{v}" for v in self.candidates})
 
     def test_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0):
         """Score a batch of questions under every variant."""
@@ -353,37 +362,20 @@ class CalibrationModule(LightningModule):
     def on_test_epoch_end(self) -> None:
         """Gather `scored` over processes; log each metric of all questions as test/<variant>/…."""
         self.scored = self._tally.gather()
+        self._log_scored({v: f"test/{v}" for v in self.variants})
+
+    def _log_scored(self, under: dict[str, str]) -> None:
+        """Log every metric of all questions, each variant's under its own name."""
         for scored in self.scored:
             if scored.dataset == "all":
                 for name, number in scored.summary(self.hparams.n_bins).items():
-                    self.log(f"test/{scored.variant}/{name}", number, sync_dist=True)
+                    self.log(f"{under[scored.variant]}/{name}", number, sync_dist=True)
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0):
-        """One dict a question: what was asked, probabilities with and without alpha, answer."""
+        """One dict a question, see `scoring.prediction_rows`; with alpha where it is in use."""
         ours = self.alpha if self.alpha_in_use else None
         found = option_log_probs(self.backbone, batch, {"used": ours, "raw": None})
-        log_probs, mass = found["used"]
-        probs, raw = probabilities(log_probs), probabilities(found["raw"][0])
-        rows = []
-        for i, k in enumerate(batch["n_options"].tolist()):
-            p, answer = probs[i, :k], int(batch["answer"][i])
-            prediction = int(p.argmax())
-            rows.append(
-                {
-                    "id": batch["id"][i],
-                    "question": batch["question"][i],
-                    "options": batch["options"][i],
-                    "answer": answer,
-                    "probs": p.tolist(),
-                    "probs_raw": raw[i, :k].tolist(),
-                    "prediction": prediction,
-                    "confidence": float(p.max()),
-                    "entropy": float(torch.special.entr(p).sum()),
-                    "option_mass": float(mass[i]),
-                    "correct": None if answer < 0 else prediction == answer,
-                }
-            )
-        return rows
+        return prediction_rows(batch, *found["used"], found["raw"][0])
 
     def _score(self, batch: dict[str, Any], variants: dict[str, tuple[bool, bool]]) -> None:
         for trained in sorted({theta for theta, _ in variants.values()}):

@@ -40,6 +40,7 @@ MORE = {
 }
 LABELS = {
     "base": "base",
+    "calm": "CALM",
     "fine_tuning": "plain fine-tuning",
     "theta": "CALM, α dropped",
     "both": "CALM, α applied",
@@ -253,10 +254,16 @@ def show(
 
 def chosen(selection: dict[str, Any]) -> str:
     """What selection.json says, as a sentence."""
-    what = selection["chosen"]
+    what, served = (selection.get(key, selection["chosen"]) for key in ("chosen", "served"))
+    name, ours = (
+        f"{label(c['method'])}, iteration {c['iteration']}, α {c['alpha']}" for c in (what, served)
+    )
+    if selection["split"] == "none":
+        return f"{name}: {selection['rule']}, nothing was chosen"
+    beside = "" if served == what else f" (this folder serves the best of its own method: {ours})"
     return (
-        f"{label(what['method'])}, iteration {what['iteration']}, α {what['alpha']}; by "
-        f"{selection['rule']} on {selection['split']} among {selection['n_candidates']} candidates"
+        f"{name}{beside}; by {selection['rule']} on {selection['split']} among "
+        f"{selection['n_candidates']} candidates"
     )
 
 

@@ -64,6 +64,37 @@ def probabilities(log_probs: Tensor) -> Tensor:
     return log_probs.softmax(-1)
 
 
+def prediction_rows(
+    batch: Mapping[str, Any], log_probs: Tensor, mass: Tensor, raw: Tensor
+) -> list[dict[str, Any]]:
+    """One dict a question: what was asked, probabilities and those without alpha (`raw`), answer.
+
+    All of log_probs and raw are (Q, K); mass is (Q,).
+    """
+    probs, raw, rows = probabilities(log_probs), probabilities(raw), []
+    for i, k in enumerate(batch["n_options"].tolist()):
+        p, answer = probs[i, :k], int(batch["answer"][i])
+        prediction = int(p.argmax())
+        rows.append(
+            {
+                "id": batch["id"][i],
+                "dataset": batch["dataset"],
+                "scoring": batch["scoring"],
+                "question": batch["question"][i],
+                "options": batch["options"][i],
+                "answer": answer,
+                "probs": p.tolist(),
+                "probs_raw": raw[i, :k].tolist(),
+                "prediction": prediction,
+                "confidence": float(p.max()),
+                "entropy": float(torch.special.entr(p).sum()),
+                "option_mass": float(mass[i]),
+                "correct": None if answer < 0 else prediction == answer,
+            }
+        )
+    return rows
+
+
 class Scored(NamedTuple):
     """Every test question of one data set under one variant of the model, in order of id."""
 
@@ -85,6 +116,11 @@ class Scored(NamedTuple):
     def correct(self) -> Tensor:
         """(Q,) bool."""
         return self.probs.argmax(-1) == self.answer
+
+    @property
+    def overconfidence(self) -> float:
+        """Mean confidence - accuracy."""
+        return float(self.confidence.double().mean() - self.correct.double().mean())
 
     def summary(self, n_bins: int) -> dict[str, float]:
         """Every metric; see `metrics.summary`."""

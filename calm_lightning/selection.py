@@ -50,7 +50,7 @@ def candidates(
         sets = [s for s in scored if s.variant == variant and s.dataset != "all"]
         if not sets:
             continue
-        gaps = {s.dataset: float(s.confidence.mean() - s.correct.float().mean()) for s in sets}
+        gaps = {f"{s.dataset} by {s.scoring}": s.overconfidence for s in sets}
         accuracy = float(torch.cat([s.correct for s in sets]).float().mean())
         confidence = float(torch.cat([s.confidence for s in sets]).mean())
         alpha, score = "applied" if applied else "dropped", max(map(abs, gaps.values()))
@@ -58,11 +58,11 @@ def candidates(
     return found
 
 
-def choose(candidates: Sequence[Candidate]) -> Candidate:
+def choose(candidates: Sequence[Candidate], base: Candidate | None = None) -> Candidate:
     """The candidate of the lowest score among those accurate enough; of equals the first.
 
-    Accurate enough: at least `LEAST_ACCURACY` times the accuracy of iteration 0, which is among the
-    candidates, so that there always is one.
+    Accurate enough: at least `LEAST_ACCURACY` times the accuracy of iteration 0, `base` if it is
+    not among the candidates. Where none of them is, the lowest score.
 
     Raises:
         ValueError: no candidate of iteration 0 to compare with.
@@ -72,14 +72,14 @@ def choose(candidates: Sequence[Candidate]) -> Candidate:
     >>> choose([early, late]) == early  # the late one forgot too much
     True
     """
-    base = next((c for c in candidates if c.iteration == 0), None)
+    base = base or next((c for c in candidates if c.iteration == 0), None)
     if base is None:
         raise ValueError(
             "there is no candidate of iteration 0: set trainer.num_sanity_val_steps to -1, which "
             "validates before the first step"
         )
     least = LEAST_ACCURACY * base.accuracy
-    return min((c for c in candidates if c.accuracy >= least), key=lambda c: c.score)
+    return min(candidates, key=lambda c: (c.accuracy < least, c.score))
 
 
 class ChooseCheckpoint(Checkpoint):
@@ -112,42 +112,54 @@ class ChooseCheckpoint(Checkpoint):
 
     def on_validation_end(self, trainer: Trainer, pl_module: CalibrationModule) -> None:
         """Add what was just validated; keep the state if it is the best of this run so far."""
-        if trainer.state.fn != TrainerFn.FITTING:
+        if trainer.state.fn != TrainerFn.FITTING or trainer.fast_dev_run:
             return
+        if not pl_module.trains_theta:  # fitted at the end of an epoch, after its validation
+            return
+        if trainer.sanity_checking and trainer.num_sanity_val_steps != float("inf"):
+            raise ValueError(
+                "iteration 0 has to be asked every question: set trainer.num_sanity_val_steps to -1"
+            )
         done = trainer.fit_loop.total_batch_idx + 1
         fresh = candidates(self.method, done, pl_module.scored, pl_module.candidates)
         if not fresh:
             return
-        sets = {s.dataset: s for s in pl_module.scored if s.dataset != "all"}.values()
-        self.split = ", ".join(f"{s.dataset} by {s.scoring}, N = {len(s.id)}" for s in sets)
+        sizes = {
+            f"{s.dataset} by {s.scoring}": len(s.id) for s in pl_module.scored if s.dataset != "all"
+        }
+        self.split = ", ".join(f"{name}, N = {n}" for name, n in sizes.items())
         self.candidates += fresh
-        # A rival's own checkpoint is written beside ours, whichever of the two wins.
-        zero = [c for c in self.rivals if c.iteration == 0][:1]
-        best = choose([*zero, *self.candidates])
+        best = self._best()
         if best in fresh:
             pl_module.alpha_chosen = best.alpha == "applied"
             trainer.save_checkpoint(self.path, weights_only=True)
             pl_module.alpha_chosen = None  # last.ckpt has not been chosen
         if trainer.is_global_zero:
-            self.write(choose([*self.rivals, *self.candidates]))
+            self.write()
+
+    def _best(self) -> Candidate:
+        """Our own best: whichever method wins, the best state of each is kept."""
+        return choose(self.candidates, next((c for c in self.rivals if c.iteration == 0), None))
 
     def on_train_end(self, trainer: Trainer, pl_module: CalibrationModule) -> None:
         """Say that nothing was chosen, where nothing was."""
-        if not self.candidates and not self.rivals and trainer.is_global_zero:
+        if self.file == "chosen.ckpt" and not self.candidates and trainer.is_global_zero:
             done = trainer.fit_loop.total_batch_idx + 1
             alpha = "applied" if pl_module.alpha_in_use else "dropped"
             chosen = {"method": self.method, "iteration": done, "alpha": alpha}
             self._write({"rule": FIXED, "split": "none", "n_candidates": 1, "chosen": chosen})
 
-    def write(self, chosen: Candidate) -> None:
-        """selection.json: the rule, the questions it looked at, the choice, every candidate."""
+    def write(self) -> None:
+        """selection.json: rule, questions, the choice, what this run serves, all candidates."""
         found = [*self.rivals, *self.candidates]
+        ours = [c for c in found if c.method == found[0].method]
         self._write(
             {
                 "rule": RULE,
                 "split": self.split,
                 "n_candidates": len(found),
-                "chosen": asdict(chosen),
+                "chosen": asdict(choose(found)),
+                "served": asdict(choose(ours)),  # chosen.ckpt: the best of the run's own method
                 "candidates": [asdict(c) for c in found],
             }
         )

@@ -85,7 +85,7 @@ def test_fit_controls_validate_test_predict(folder, capsys):
     # every validation was a candidate, plain fine-tuning's too, and the table says what chose
     selection = json.loads((run / "selection.json").read_text())
     assert [(c["method"], c["iteration"]) for c in selection["candidates"]] == [
-        *[("CALMModule", 0)] * 2, *[("CALMModule", 2)] * 2, ("fine_tuning", 2),
+        *[("calm", 0)] * 2, *[("calm", 2)] * 2, ("fine_tuning", 2),
     ]  # fmt: skip
     assert selection["rule"] == RULE
     assert selection["split"].startswith("near misses by first_token, N = ")

@@ -57,7 +57,12 @@ ROWS = [
 
 def test_wrong_options_answer_the_most_similar_prompts_and_are_as_long(tiny_tokenizer):
     rows, report = near_miss_rows(ROWS, tiny_tokenizer, "text")
-    assert report == {"rows": 6, "too few near misses": 1, "used": 5}  # the lemon is too long
+    assert report == {
+        "rows": 6,
+        "merged with the prompt": 0,
+        "too few near misses": 1,
+        "used": 5,
+    }  # the lemon is too long
     first = rows[0]
     assert set(first["options"]) == {"apple pie", "banana ice", "cherry tea", "damson jam"}
     for row in rows:
@@ -151,8 +156,9 @@ def test_every_validation_is_a_candidate_and_the_best_is_kept(tmp_path, tiny_lm,
     assert again.alpha_in_use == kept["alpha_chosen"]
     variant = "both" if again.alpha_in_use else "theta"
     (s,) = [s for s in again.scored if s.variant == variant and s.dataset == "near misses"]
-    gap = float(s.confidence.mean() - s.correct.float().mean())
-    assert gap == pytest.approx(said["chosen"]["gaps"]["near misses"], abs=1e-6)
+    assert s.overconfidence == pytest.approx(
+        said["chosen"]["gaps"]["near misses by text"], abs=1e-6
+    )
 
 
 def test_another_benchmark_can_choose(tmp_path, tiny_lm, tiny_tokenizer):
@@ -184,9 +190,9 @@ def test_the_worst_of_several_sets_counts(tmp_path, tiny_lm, tiny_tokenizer):
     _, _, said = fitted(tmp_path, tiny_lm, tiny_tokenizer, Shift(near, tested, other))
     assert said["split"] == "near misses by text, N = 3, other by text_mean, N = 8"
     for c in said["candidates"]:
-        assert set(c["gaps"]) == {"near misses", "other"}
+        assert set(c["gaps"]) == {"near misses by text", "other by text_mean"}
         assert c["score"] == max(abs(gap) for gap in c["gaps"].values())
-        whole = (3 * c["gaps"]["near misses"] + 8 * c["gaps"]["other"]) / 11
+        whole = (3 * c["gaps"]["near misses by text"] + 8 * c["gaps"]["other by text_mean"]) / 11
         assert c["mean_confidence"] - c["accuracy"] == pytest.approx(whole, abs=1e-6)
 
 

@@ -44,26 +44,36 @@ def near_miss_rows(
 
     At most `count`, the first that can be made, in file order; the order of their options is
     seeded. A row is left out, and counted, where fewer than three other responses are within a
-    factor of two of its length and differ in their text ("first_token": in their first token).
+    factor of two of its length and differ in their text ("first_token": in their first token), or
+    where the tokenizer merges the response's beginning with the prompt's end.
 
     Raises:
         ValueError: no question can be made.
     """
     words = tf_idf([prompt.text for prompt, _ in rows])
-    made, report = [], {"rows": len(rows), "too few near misses": 0, "used": 0}
+    made, report = [], {"rows": len(rows), "merged with the prompt": 0, "too few near misses": 0}
     for i, (prompt, gold) in enumerate(rows):
         if len(made) == count:
             break
         options = [gold]
-        prompt_ids, ids = option_ids(tokenizer, prompt, options, scoring)
+        try:
+            prompt_ids, ids = option_ids(tokenizer, prompt, options, scoring)
+        except ValueError:  # its first token holds the end of the prompt too
+            report["merged with the prompt"] += 1
+            continue
         taken = {_key(gold, ids[0], scoring)}
         near = (words @ words[[i]].T).toarray()[:, 0]  # cosine of this prompt and every other
         for j in np.argsort(-near, kind="stable"):
             wrong = rows[j][1]
             ratio = len(wrong) / len(gold)
-            if len(options) > N_WRONG or not 1 / LENGTH_RATIO <= ratio <= LENGTH_RATIO:
+            if len(options) > N_WRONG:
+                break
+            if not 1 / LENGTH_RATIO <= ratio <= LENGTH_RATIO:
                 continue
-            _, (found,) = option_ids(tokenizer, prompt, [wrong], scoring)
+            try:
+                _, (found,) = option_ids(tokenizer, prompt, [wrong], scoring)
+            except ValueError:
+                continue  # no option after this prompt; the next nearest may be one
             key = _key(wrong, found, scoring)
             if key not in taken:
                 taken.add(key)

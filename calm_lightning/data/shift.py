@@ -51,6 +51,8 @@ class Shift(LightningDataModule):
                 self._refuse_overlap()
         if stage in ("test", "predict", None):
             self.target.setup(stage)
+        if stage == "test" and self.selection is not None:
+            self._refuse_overlap()  # the target may be another one than fit had
 
     def teardown(self, stage: str | None = None) -> None:
         """Tear down the one whose stage it is."""
