@@ -23,6 +23,7 @@ from calm_lightning.scoring import Scored
 Answers = tuple[torch.Tensor, torch.Tensor]  # confidence, correct
 LEAST_ACCURACY = 0.8  # of iteration 0's on the same questions (the paper's filter)
 REAL = ("arc_easy", "sciq", "piqa")
+SHORT = {"weak barrier": "weak", "fine_tuning": "ft"}
 
 
 @dataclass
@@ -121,7 +122,7 @@ def rules(target: tuple[str, ...], others: tuple[str, ...], ours: str, last: int
         "(a) own first tokens: gap": by(("own",), gap),
         "(b) other benchmark: gap": by(others, gap),
         "(b) other benchmark: ECE": by(others, ece),
-        "(a + b) worst gap of near misses and other": worst(("near_first", *others)),
+        "(a + b) worst gap of the two": worst(("near_first", *others)),
         "(e) open answers: gap": by(("open",), gap),
         "half A of the target (a leak)": lambda c, pool: ece(joined(c, target, 0)),
     }
@@ -168,11 +169,20 @@ def report(candidates: list[Candidate], target: tuple[str, ...], others, ours: s
                 [row[0][0], row[0][0] - row[0][1], row[1][0] - row[1][1],
                  row[1][0] - ece(joined(tuned, target, 1)), accuracy(picked, target, 1)]
             )  # fmt: skip
-            picks.append(f"{picked.run}@{picked.k}{'+α' if picked.alpha == 'applied' else ''}")
+            picks.append(
+                f"{SHORT.get(picked.run, picked.run)}@{picked.k}"
+                + ("+α" if picked.alpha == "applied" else "")
+            )
         mean = torch.tensor(rows, dtype=torch.float64).mean(0).tolist()
         shown = [f"{x:+.2f}" if x == x else "–" for x in (nanmean(along), nanmean(across))]
         shown += [f"{x:.3f}" for x in mean[:3]] + [f"{mean[3]:+.3f}", f"{mean[4]:.3f}"]
         lines.append(f"| {name} | {' | '.join(shown)} | {', '.join(picks)} |")
+    sizes = [len(pool) for pool in pools.values()]
+    lines += [
+        "",
+        f"{sum(sizes) // len(sizes)} candidates a seed; N of the target "
+        f"{len(joined(candidates[0], target)[0])}.",
+    ]
     return lines
 
 
@@ -293,7 +303,8 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
-    found = read(args.out)
+    # the pool that rules choose from; other runs answer other questions
+    found = [c for c in read(args.out) if c.run in ("base", "gamma2", "gamma.5", "fine_tuning")]
     if args.plot:
         runs = {"gamma2": "CALM, γ 2", "gamma.5": "CALM, γ .5", "fine_tuning": "plain fine-tuning"}
         plot(found, runs, ("arc_easy", "sciq"), args.plot)

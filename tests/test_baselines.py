@@ -535,13 +535,15 @@ def test_overlays_change_the_method_and_keep_the_rest(overlay, base, folder):
     args += ["--model.model_name=tiny", "--trainer.max_epochs=1", "--trainer.limit_val_batches=0"]
     inner = "--data" if base == "calm_id" else "--data.source"
     args += [f"{inner}.{k}" for k in ("inner_steps=1", "batch_size=2", "outer_steps_per_epoch=2")]
+    args += ["--controls=null"]
     if base == "calm_id":
         # float32 here: NF4 is the business of test_cli.py
         args += ["--model.quantization=null", "--trainer.precision=32-true"]
         args += ["--data.benchmarks={sample: 20}", "--data.fit_benchmarks={sample: 60}"]
         args += ["--data.max_length=400"]
     else:
-        args += ["--data.source.source=sample", "--data.source.max_length=400", "--controls=null"]
+        args += ["--data.source.source=sample", "--data.source.max_length=400"]
+        args += ["--data.selection=null"]
         args += ["--data.target.benchmarks={sample: 20}", "--data.target.scoring=text"]
     if overlay in IN_DOMAIN and base != "calm_id":
         with pytest.raises(SystemExit, match="over options: a response begins with"):
