@@ -103,7 +103,8 @@ def sampled(model: str, tokenizer, prompts: list[Prompt], max_length: int, seed:
 
 def main(args) -> None:
     """Both upper objectives on each seed's bed: conf-ECE of the target at the end and at best."""
-    from known_truth import METHODS, bed, fit_trajectory
+    from known_truth import METHODS, bed, fit_trajectory  # which takes no part in selection.py
+    from scipy.stats import t as student
 
     method, options = METHODS["calm"]
     ways = {"next token": (method, {}), "answers": (AnswerEntropy, {})}
@@ -131,7 +132,7 @@ def main(args) -> None:
         values = torch.tensor(rows)
         cells = [f"{m:.3f} ± {s:.3f}" for m, s in zip(values.mean(0), values.std(0), strict=True)]
         difference = values[:, 0] - torch.tensor(found["next token"])[:, 0]
-        half = 2.78 * difference.std() / len(rows) ** 0.5  # Student's t, five seeds
+        half = student.ppf(0.975, len(rows) - 1) * float(difference.std()) / len(rows) ** 0.5
         cells.append(f"{difference.mean():+.3f} ± {half:.3f}")
         print(f"| {name} | {' | '.join(cells)} |")
 
