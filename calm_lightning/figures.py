@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from calm_lightning.metrics import Reliability
+from calm_lightning.metrics import Reliability, noise_floor
 from calm_lightning.report import diagrams, label, place, shown
 from calm_lightning.scoring import Scored
 
@@ -123,7 +123,8 @@ def comparison(scored: list[Scored], n_bins: int) -> Figure:
             style = {"ls": dashes, "color": INKS[i % len(INKS)], "lw": 0.9}
             r = diagrams(s, n_bins)["top"]
             filled = r.count > 0
-            name = f"{label(s.variant)}, conf-ECE {shown(float(r.ece))}"
+            floor = shown(noise_floor(s.probs, s.n_options, n_bins)["conf_ece"].mean)
+            name = f"{label(s.variant)}, conf-ECE {shown(float(r.ece))} (floor {floor})"
             points = r.confidence[filled], r.accuracy[filled]
             left.plot(*points, marker=marker, ms=2.5, label=name, clip_on=False, **style)
             wrong = ~s.correct[s.confidence.argsort(descending=True, stable=True)]

@@ -8,10 +8,18 @@ from conftest import instructions, make_lm, mmlu, write
 from lightning.pytorch import Trainer, seed_everything
 from peft import LoraConfig
 
-from calm_lightning import AlpacaDataModule, CALMModule, FineTuning, MCQADataModule, Shift
+from calm_lightning import (
+    AlpacaDataModule,
+    CALMModule,
+    FineTuning,
+    MCQADataModule,
+    Shift,
+    TemperatureScaling,
+)
 from calm_lightning.callbacks import LastCheckpoint
 from calm_lightning.data.near_misses import near_miss_rows, tf_idf
 from calm_lightning.data.prompts import question
+from calm_lightning.report import chosen
 from calm_lightning.selection import FIXED, RULE, Candidate, ChooseCheckpoint, choose
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*loftq_config:UserWarning")
@@ -201,6 +209,35 @@ def test_without_validation_the_fixed_number_is_the_rule(tmp_path, tiny_lm, tiny
     assert said["rule"] == FIXED
     assert said["chosen"] == {"method": "calm", "iteration": 4, "alpha": "applied"}
     assert not keep.path.exists()
+
+
+def test_a_temperature_is_not_judged_before_it_is_fitted(tmp_path, tiny_lm, tiny_tokenizer):
+    data = source(tmp_path, near_misses="text", near_miss_rows=3, sizes={"sel": 12})
+    seed_everything(0, verbose=False)
+    keep = ChooseCheckpoint(tmp_path, "temperature_scaling")
+    scaled = TemperatureScaling(model=tiny_lm, tokenizer=tiny_tokenizer)
+    trainer(tmp_path, keep).fit(scaled, data)
+    assert json.loads((tmp_path / "selection.json").read_text())["rule"] == FIXED
+    assert not keep.path.exists()  # so that the test takes the T at the end
+    assert scaled.temperature != 1
+
+
+def test_iteration_0_is_asked_every_question(tmp_path, tiny_lm, tiny_tokenizer):
+    data = source(tmp_path, near_misses="text", near_miss_rows=3, sizes={"sel": 12})
+    with pytest.raises(ValueError, match="num_sanity_val_steps to -1"):
+        fitted(tmp_path, tiny_lm, tiny_tokenizer, data, num_sanity_val_steps=2)
+
+
+def test_what_wins_and_what_the_folder_serves_are_both_said(tmp_path, tiny_lm, tiny_tokenizer):
+    data = source(tmp_path, near_misses="text", near_miss_rows=3, sizes={"sel": 12})
+    tuned = module(FineTuning, tiny_lm, tiny_tokenizer)
+    rivals = [at(0, 0.99, 0.0), at(2, 0.98, 0.0)]
+    keep = ChooseCheckpoint(tmp_path, "fine_tuning", "fine_tuning.ckpt", rivals)
+    trainer(tmp_path, keep, num_sanity_val_steps=0).fit(tuned, data)
+    said = json.loads((tmp_path / "selection.json").read_text())
+    assert said["chosen"]["method"] == "fine_tuning"
+    assert (said["served"]["method"], said["served"]["iteration"]) == ("calm", 2)
+    assert "this folder serves the best of its own method: CALM, iteration 2" in chosen(said)
 
 
 def test_a_rival_is_among_the_candidates(tmp_path, tiny_lm, tiny_tokenizer):
