@@ -104,11 +104,20 @@ class ChooseCheckpoint(Checkpoint):
     ):
         self.run_dir, self.method, self.file = Path(run_dir), method, file
         self.rivals, self.candidates, self.split = list(rivals), [], ""
+        self.resumed = False
 
     @property
     def path(self) -> Path:
         """The checkpoint."""
         return self.run_dir / self.file
+
+    def on_train_start(self, trainer: Trainer, pl_module: CalibrationModule) -> None:
+        """Of a run that goes on, take what was validated after its last.ckpt was written too."""
+        path, done = self.run_dir / "selection.json", trainer.fit_loop.total_batch_idx + 1
+        if self.resumed and path.exists():
+            known = json.loads(path.read_text()).get("candidates", [])
+            ours = [Candidate(**c) for c in known if c["method"] == self.method]
+            self.candidates = [c for c in ours if c.iteration <= done]
 
     def on_validation_end(self, trainer: Trainer, pl_module: CalibrationModule) -> None:
         """Add what was just validated; keep the state if it is the best of this run so far."""
@@ -177,4 +186,4 @@ class ChooseCheckpoint(Checkpoint):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the candidates of the run that is resumed."""
         self.candidates = [Candidate(**c) for c in state["candidates"]]
-        self.split = state["split"]
+        self.split, self.resumed = state["split"], True

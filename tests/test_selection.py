@@ -1,6 +1,7 @@
 """The choice of a checkpoint: what it looks at, what it keeps, what it refuses."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -265,3 +266,9 @@ def test_candidates_survive_a_resumed_run(tmp_path, tiny_lm, tiny_tokenizer):
              if k.startswith("ChooseCheckpoint"))
     )  # fmt: skip
     assert len(keep.candidates) == whole["n_candidates"]
+
+    # killed after the validation at 2, before the next last.ckpt: what was seen counts
+    keep = ChooseCheckpoint(tmp_path)
+    keep.load_state_dict({"candidates": whole["candidates"][:2], "split": ""})
+    keep.on_train_start(SimpleNamespace(fit_loop=SimpleNamespace(total_batch_idx=1)), calm)
+    assert [c.iteration for c in keep.candidates] == [0, 0, 2, 2]
