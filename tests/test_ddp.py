@@ -90,6 +90,7 @@ def test_the_command_line_on_two_processes_fits_tests_and_reports_once(tmp_path)
             f"--config={Path(__file__).parents[1] / 'configs' / 'demo.yaml'}",
             "--model.model_name=tiny", "--data.source.max_length=400",
             "--data.source.outer_steps_per_epoch=2", "--data.target.scoring=text",
+            "--data.source.near_misses=text", "--data.source.near_miss_rows=4",
             "--data.target.benchmarks={sample: 21}", "--trainer.accelerator=cpu",
             f"--trainer.devices={devices}", "--trainer.strategy=ddp", f"--run_dir=run{devices}",
         ]  # fmt: skip
