@@ -13,6 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from calm_lightning import figures, page, predictions, report
+from calm_lightning.data.files import write_whole
 
 COMPARED = (
     "Left: accuracy over confidence, on the diagonal where a model is calibrated. Right: the share "
@@ -167,7 +168,7 @@ class TestReport(Callback):
         images = {COMPARED: compared, DIAGRAMS: figures.png(diagrams)}
         (self.run_dir / "reliability.png").write_bytes(images[DIAGRAMS])
         html = page.render(self.run, self.rows, scored, self.warnings, images, self.texts)
-        report.write_whole(self.run_dir / "report.html", html)
+        write_whole(self.run_dir / "report.html", html)
         for writer in _writers(trainer):
             name = f"test/reliability_{shown[0].scoring}"
             writer.add_figure(name, diagrams, trainer.global_step)

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from calm_lightning import figures, metrics, predictions, report
+from calm_lightning.data.files import write_whole
 from calm_lightning.scoring import Scored
 
 
@@ -222,5 +223,5 @@ def main(args: list[str]) -> None:
         figure.savefig(given.out / f"comparison_{group[0].scoring}.png")
     document = {"schema": 1, "runs": given.runs, "chosen": chosen, "rows": rows}
     text = json.dumps(document | {"differences": found}, indent=1, allow_nan=False)
-    report.write_whole(given.out / "comparison.json", text)
+    write_whole(given.out / "comparison.json", text)
     print(f"calm: {given.out}/ holds comparison.json and the figure")

@@ -1,7 +1,6 @@
 """Scored questions as JSON Lines: what a test keeps, and what any other model or API can bring."""
 
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from calm_lightning.data.files import read_rows
+from calm_lightning.data.files import read_rows, write_whole
 from calm_lightning.scoring import Scored
 
 KEY = ("dataset", "scoring", "variant")
@@ -47,17 +46,16 @@ def write(path: Path, fresh: Iterable[Scored]) -> list[Scored]:
     """
     old = read(path) if path.exists() else []
     kept = {s[:3]: s for s in old} | {s[:3]: s for s in fresh if s.dataset != "all"}
-    aside = path.with_name(path.name + ".part")
-    with aside.open("w", encoding="utf-8") as file:
-        for s in kept.values():
-            columns = zip(s.id, s.probs, s.answer, s.n_options, s.option_mass, strict=True)
-            for question, probs, answer, k, mass in columns:
-                row = dict(zip(KEY, s[:3], strict=True)) | {"id": question, "answer": int(answer)}
-                row |= {"probs": probs[: int(k)].tolist(), "option_mass": float(mass)}
-                # Of other models the mass is not known, and NaN is no JSON
-                row = {k: v for k, v in row.items() if v == v}
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    os.replace(aside, path)
+    lines = []
+    for s in kept.values():
+        columns = zip(s.id, s.probs, s.answer, s.n_options, s.option_mass, strict=True)
+        for question, probs, answer, k, mass in columns:
+            row = dict(zip(KEY, s[:3], strict=True)) | {"id": question, "answer": int(answer)}
+            row |= {"probs": probs[: int(k)].tolist(), "option_mass": float(mass)}
+            # Of other models the mass is not known, and NaN is no JSON
+            row = {k: v for k, v in row.items() if v == v}
+            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+    write_whole(path, "".join(lines))
     return list(kept.values())
 
 

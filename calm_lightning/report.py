@@ -1,7 +1,6 @@
 """What a run reports in numbers and words: metric rows, bins, one table a data set, warnings."""
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from calm_lightning import metrics
+from calm_lightning.data.files import write_whole
 from calm_lightning.scoring import Scored
+from calm_lightning.selection import LEAST_ACCURACY
 
 #: metric -> heading of its column
 COLUMNS = {
@@ -54,8 +55,6 @@ ALONE = {"distributed_available_fn": lambda: False}
 
 #: Data sets on which a small model is no better than guessing look calibrated when it collapses
 AT_CHANCE = 0.05
-#: A method that pays with more than a fifth of the base's accuracy has not repaired the model
-ACCURACY_KEPT = 0.8
 #: Below it the model mostly goes on in other words than the options. Whole texts are always rare
 OPTION_MASS = 0.1
 
@@ -167,13 +166,6 @@ def diagrams(s: Scored, n_bins: int) -> dict[str, metrics.Reliability]:
         own = {f: v[k] for f, v in classes._asdict().items() if f not in ("low", "high")}
         found[f"class:{k}"] = classes._replace(**own)
     return found
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file aside and rename it: whole or not at all."""
-    aside = path.with_name(path.name + ".part")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
 
 
 # ---- tables ---------------------------------------------------------------------------------
@@ -312,10 +304,10 @@ def _accuracy_warnings(numbers: dict[str, dict[str, dict]]) -> Iterable[str]:
         )
     for variant, found in numbers.items():
         accuracy = found["accuracy"]["value"]
-        if accuracy < ACCURACY_KEPT * base["value"]:
+        if accuracy < LEAST_ACCURACY * base["value"]:
             yield (
                 f"{label(variant)} is right in {shown(accuracy)} where the base is in "
-                f"{shown(base['value'])}, less than {shown(ACCURACY_KEPT, 1)} of it: a low ECE is "
+                f"{shown(base['value'])}, less than {shown(LEAST_ACCURACY, 1)} of it: a low ECE is "
                 "bought with knowledge"
             )
 

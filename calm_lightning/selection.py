@@ -17,10 +17,12 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
+from calm_lightning.data.files import write_whole
 from calm_lightning.module import CalibrationModule
 from calm_lightning.scoring import Scored
 
-LEAST_ACCURACY = 0.8  # of iteration 0's on the same questions: the paper's filter
+#: Of iteration 0's on the same questions, the paper's filter: who pays more has repaired nothing
+LEAST_ACCURACY = 0.8
 RULE = (
     "least |confidence - accuracy| on the worst of the question sets, with accuracy of at least "
     f"{LEAST_ACCURACY} x iteration 0's"
@@ -174,10 +176,7 @@ class ChooseCheckpoint(Checkpoint):
         )
 
     def _write(self, document: dict[str, Any]) -> None:
-        path = self.run_dir / "selection.json"
-        aside = path.with_name(path.name + ".part")
-        aside.write_text(json.dumps(document, indent=1))
-        aside.replace(path)
+        write_whole(self.run_dir / "selection.json", json.dumps(document, indent=1))
 
     def state_dict(self) -> dict[str, Any]:
         """Candidates so far: a resumed run goes on with them."""

@@ -229,25 +229,25 @@ def test_iteration_0_is_asked_every_question(tmp_path, tiny_lm, tiny_tokenizer):
         fitted(tmp_path, tiny_lm, tiny_tokenizer, data, num_sanity_val_steps=2)
 
 
-def test_what_wins_and_what_the_folder_serves_are_both_said(tmp_path, tiny_lm, tiny_tokenizer):
+def beside(tmp_path, tiny_lm, tiny_tokenizer, *rivals):
+    """What selection.json says after plain fine-tuning beside candidates already known."""
     data = source(tmp_path, near_misses="text", near_miss_rows=3, sizes={"sel": 12})
-    tuned = module(FineTuning, tiny_lm, tiny_tokenizer)
-    rivals = [at(0, 0.99, 0.0), at(2, 0.98, 0.0)]
     keep = ChooseCheckpoint(tmp_path, "fine_tuning", "fine_tuning.ckpt", rivals)
+    tuned = module(FineTuning, tiny_lm, tiny_tokenizer)
     trainer(tmp_path, keep, num_sanity_val_steps=0).fit(tuned, data)
-    said = json.loads((tmp_path / "selection.json").read_text())
+    return json.loads((tmp_path / "selection.json").read_text())
+
+
+def test_what_wins_and_what_the_folder_serves_are_both_said(tmp_path, tiny_lm, tiny_tokenizer):
+    rivals = at(0, 0.99, 0.0), at(2, 0.98, 0.0)
+    said = beside(tmp_path, tiny_lm, tiny_tokenizer, *rivals)
     assert said["chosen"]["method"] == "fine_tuning"
     assert (said["served"]["method"], said["served"]["iteration"]) == ("calm", 2)
     assert "this folder serves the best of its own method: CALM, iteration 2" in chosen(said)
 
 
 def test_a_rival_is_among_the_candidates(tmp_path, tiny_lm, tiny_tokenizer):
-    data = source(tmp_path, near_misses="text", near_miss_rows=3, sizes={"sel": 12})
-    tuned = module(FineTuning, tiny_lm, tiny_tokenizer)
-    rivals = [at(0, 0.9, 0.0), at(4, 0.8, 0.0)]
-    keep = ChooseCheckpoint(tmp_path, "fine_tuning", "fine_tuning.ckpt", rivals)
-    trainer(tmp_path, keep, num_sanity_val_steps=0).fit(tuned, data)
-    said = json.loads((tmp_path / "selection.json").read_text())
+    said = beside(tmp_path, tiny_lm, tiny_tokenizer, at(0, 0.9, 0.0), at(4, 0.8, 0.0))
     assert said["n_candidates"] == 4
     assert said["chosen"]["method"] == "fine_tuning"
     assert (tmp_path / "fine_tuning.ckpt").exists()

@@ -3,10 +3,18 @@
 import csv
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file aside and rename it: whole or not at all."""
+    aside = path.with_name(path.name + ".part")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, path)
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
