@@ -1,8 +1,9 @@
-"""An upper objective where confidence is used: entropy over the model's own sampled answers.
+"""Upper objectives where confidence is used: entropy over whole answers, not over the next token.
 
-Instead of the next token's entropy on held-out responses: the base model answers each calib prompt
-N_ANSWERS times in its own words (no label is needed), and the upper level raises the entropy of
-their relative likelihood, softmax over answers of the mean log-probability of their tokens. At
+The base model answers each calib prompt N_ANSWERS times in its own words (no label is needed), and
+the upper level raises the entropy of their relative likelihood, softmax over answers of the mean
+log-probability of their tokens. Two dead ends beside it: the options of unlabelled questions of
+another benchmark, by summed text, made more entropic or pulled to the uniform distribution. At
 equal cost: as many rows pass the body as for the token-level entropy. See docs/selection.md.
 
     python benchmarks/answers.py --out runs/answers      (known truth; SmolLM2: selection.py)
@@ -17,16 +18,24 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from calm_lightning import AlpacaDataModule, CALMModule
+from calm_lightning import AlpacaDataModule, CALMModule, MCQADataModule
 from calm_lightning.backbone import load_lm
 from calm_lightning.data.prompts import Prompt
-from calm_lightning.data.tokens import OuterLoader, collate, encode
+from calm_lightning.data.prompts import question as prompt_of
+from calm_lightning.data.tokens import IGNORED, OuterLoader, collate, encode
 
 N_ANSWERS, TRIES, LENGTH = 4, 24, 20  # answers a prompt, draws to find them, tokens at most
 
 
 class AnswerEntropy(CALMModule):
-    """CALM with the entropy over sampled answers as its upper loss."""
+    """CALM with the entropy over groups of N_ANSWERS answers as its upper loss.
+
+    score: ``mean`` or ``sum`` of an answer's token log-probabilities; uniform: the upper loss is
+    KL(uniform || q) but for a constant instead of -H(q).
+    """
+
+    def __init__(self, model_name=None, *, score: str = "mean", uniform: bool = False, **shared):
+        super().__init__(model_name, **shared)
 
     def negative_entropy(self, batch: dict[str, Tensor]):
         """Rows come in groups of N_ANSWERS, one prompt each."""
@@ -39,32 +48,61 @@ class AnswerEntropy(CALMModule):
             log_p = z.log_softmax(-1).gather(1, labels[counted][:, None])[:, 0]
             row = counted.nonzero()[:, 0]
             total = log_p.new_zeros(len(labels)).index_add(0, row, log_p)
-            log_q = (total / counted.sum(1)).view(-1, N_ANSWERS).log_softmax(-1)
-            yield (log_q.exp() * log_q).sum(-1).mean()
+            if self.hparams.score == "mean":
+                total = total / counted.sum(1)
+            log_q = total.view(-1, N_ANSWERS).log_softmax(-1)
+            p = torch.full_like(log_q, -1 / N_ANSWERS) if self.hparams.uniform else log_q.exp()
+            yield (p * log_q).sum(-1).mean()
 
         return loss
 
 
-class AnswerSource(AlpacaDataModule):
-    """Its calib micro-batches hold B / N_ANSWERS prompts with N_ANSWERS sampled answers each."""
+class GroupSource(AlpacaDataModule):
+    """Its calib micro-batches hold B / N_ANSWERS prompts with N_ANSWERS answers each."""
+
+    def train_dataloader(self) -> OuterLoader:
+        """Train items whose calib rows come in groups."""
+        loader = super().train_dataloader()
+        return GroupLoader(
+            loader.train, self.groups(), self.batch_size, self.inner_steps, len(loader), self.seed,
+            loader.pad_id,
+        )  # fmt: skip
+
+
+class AnswerSource(GroupSource):
+    """Groups of answers that the model samples to calib prompts."""
 
     def __init__(self, model: str, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.model = model
 
-    def train_dataloader(self) -> OuterLoader:
-        """Train items whose calib rows are sampled answers."""
-        loader = super().train_dataloader()
+    def groups(self) -> list:
+        """As many as the run reads."""
         needed = self.outer_steps_per_epoch * self.batch_size // N_ANSWERS
         prompts = [prompt for prompt, _ in self.rows("calib").rows][:needed]
-        groups = sampled(self.model, self.take_tokenizer(), prompts, self.max_length, self.seed)
-        return AnswerLoader(
-            loader.train, groups, self.batch_size, self.inner_steps, len(loader), self.seed,
-            loader.pad_id,
-        )  # fmt: skip
+        return sampled(self.model, self.take_tokenizer(), prompts, self.max_length, self.seed)
 
 
-class AnswerLoader(OuterLoader):
+class OptionSource(GroupSource):
+    """Groups of the options of OpenBookQA's questions; which one is right is not looked at."""
+
+    def groups(self) -> list:
+        """Every question whose options fit."""
+        tokenizer, found = self.take_tokenizer(), []
+        data = MCQADataModule({"openbookqa": None}, scoring="text", root=self.root)
+        for question in data.test_questions():
+            p, size = prompt_of(question.question), self.max_length
+            rows = [
+                encode(tokenizer, p.text, p.lead + option, size, p.special)
+                for option in question.options
+            ]
+            for row in rows:
+                row["labels"][-1] = IGNORED  # an option's score is its text's, not its end's
+            found.append(rows)
+        return found
+
+
+class GroupLoader(OuterLoader):
     """Train items; calib is a list of groups of rows."""
 
     def _micro_batch(self, rows, order, number):

@@ -79,9 +79,11 @@ def on_bed(args) -> None:
 
 
 def on_smollm2(args) -> None:
-    """The runs gamma2, adam_metric and sgd of selection.py."""
+    """The runs gamma2, adam_metric and sgd… of selection.py."""
     found, rows = read(args.out), {}
-    for run, name in (("gamma2", "AdamW"), ("adam_metric", "AdamW, adam metric"), ("sgd", "SGD")):
+    names = {"gamma2": "AdamW", "adam_metric": "AdamW, adam metric"}
+    names |= {f"sgd{lr}": f"SGD, rate {lr}" for lr in (0.02, 0.1, 0.5)}
+    for run, name in names.items():
         for file in sorted(args.out.glob(f"{run}-*.json")):
             seed, lines = int(file.stem.split("-")[1]), json.loads(file.read_text())
             ends = [c for c in found if (c.run, c.seed, c.k) == (run, seed, 10)]

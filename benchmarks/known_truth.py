@@ -34,23 +34,24 @@ Points = list[tuple[int, dict[tuple[str, str], Scored]]]
 
 
 class Trajectory(Callback):
-    """Scores batches of questions before, after every few train items, and at the end.
+    """Scores batches of questions at the end, and before and after every few train items.
 
     `points`: (iteration, {(dataset, variant): Scored}); variants: theta (α dropped), both.
     """
 
-    def __init__(self, batches: list[dict], every: int):
+    def __init__(self, batches: list[dict], every: int | None):
         self.batches, self.every = batches, every
         self.points: Points = []
 
     def on_train_start(self, trainer, pl_module) -> None:
         """Iteration 0: do nothing."""
-        self.visit(trainer, pl_module)
+        if self.every:
+            self.visit(trainer, pl_module)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         """After every `every`-th item but the last."""
         done, total = trainer.fit_loop.total_batch_idx + 1, trainer.num_training_batches
-        if done % self.every == 0 and done < total * trainer.max_epochs:
+        if self.every and done % self.every == 0 and done < total * trainer.max_epochs:
             self.visit(trainer, pl_module)
 
     def on_train_end(self, trainer, pl_module) -> None:
@@ -70,31 +71,28 @@ class Trajectory(Callback):
 
 
 def fit_trajectory(
-    folder: Path, method, options: dict, every: int, batches=None, seed=0, callbacks=(), source=None
-) -> Points:
+    folder: Path, method, options: dict, every: int | None, batches=None, seed=0, callbacks=(),
+    source=None, epochs=1, **items,
+) -> Points:  # fmt: skip
     """Fit a method for K items on a bed's source; score `batches` (the target's) along the way.
 
     `batches` are of any question loaders: [batch for loader in loaders for batch in loader];
-    `source` makes another source of train items than `AlpacaDataModule`.
+    `source` makes another source of train items than `AlpacaDataModule`, `items` other items.
     """
     seed_everything(seed, verbose=False)
-    data = known_truth.data(
-        folder, tokenizer=load_tokenizer(str(folder)), seed=seed,
-        batch_size=B, inner_steps=T, outer_steps_per_epoch=K,
-    )  # fmt: skip
+    shared = {"tokenizer": load_tokenizer(str(folder)), "seed": seed, "batch_size": B}
+    shared |= {"inner_steps": T, "outer_steps_per_epoch": K} | items
+    data = known_truth.data(folder, **shared)
     if source is not None:
-        data.source = source(
-            str(folder / "source.jsonl"), form="question", tokenizer=load_tokenizer(str(folder)),
-            seed=seed, batch_size=B, inner_steps=T, outer_steps_per_epoch=K,
-        )  # fmt: skip
+        data.source = source(str(folder / "source.jsonl"), form="question", **shared)
     if batches is None:
         batches = [batch for loader in data.target.test_dataloader() for batch in loader]
     lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    if method is TemperatureScaling:
+    if not method.trains_theta:
         lora = None
     trajectory = Trajectory(batches, every)
     trainer = Trainer(
-        callbacks=[trajectory, *callbacks], max_epochs=1, accelerator="cpu", logger=False,
+        callbacks=[trajectory, *callbacks], max_epochs=epochs, accelerator="cpu", logger=False,
         limit_val_batches=0, enable_checkpointing=False, enable_model_summary=False,
         enable_progress_bar=False,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from answers import AnswerEntropy, AnswerSource
+from answers import AnswerEntropy, AnswerSource, OptionSource
 from lightning.pytorch import Callback, seed_everything
 from real_data import build, trainer
 
@@ -38,9 +38,14 @@ RUNS = {
     "gamma.5": (CALMModule, {"gamma": 0.5}, range(2, 11, 2)),
     "fine_tuning": (FineTuning, {"use": "all"}, (5, 10)),
     "adam_metric": (CALMModule, {"barrier_metric": "adam"}, (10,)),
-    "sgd": (CALMModule, {"lower_lr": 0.5, "upper_lr": 0.5, "optimizer": "sgd"}, (10,)),
+    **{
+        f"sgd{lr}": (CALMModule, {"lower_lr": lr, "upper_lr": lr, "optimizer": "sgd"}, (10,))
+        for lr in (0.02, 0.1, 0.5)
+    },
     "answers": (AnswerEntropy, {}, (4, 10)),
     "answers.5": (AnswerEntropy, {"gamma": 0.5}, (4, 10)),
+    "options": (AnswerEntropy, {"score": "sum"}, (10,)),
+    "options_uniform": (AnswerEntropy, {"score": "sum", "uniform": True}, (10,)),
 }
 N_OPEN, N_SAMPLES, N_NEAR = 30, 10, 120
 
@@ -100,8 +105,11 @@ def train(args) -> None:
             seed_everything(seed, verbose=False)
             keep = Keep(stem, RUNS[run][2])
             quiet = trainer(keep)
-            answers = RUNS[run][0] is AnswerEntropy
-            make = partial(AnswerSource, args.model) if answers else AlpacaDataModule
+            make = AlpacaDataModule
+            if run.startswith("answers"):
+                make = partial(AnswerSource, args.model)
+            elif run.startswith("options"):
+                make = OptionSource
             quiet.fit(module_of(args, run), source(args, seed, make))
             print(f"{stem.name}: fitted", flush=True)
 
