@@ -19,9 +19,10 @@ from scipy.stats import spearmanr
 
 from calm_lightning.metrics import bin_index
 from calm_lightning.scoring import Scored
+from calm_lightning.selection import LEAST_ACCURACY  # of iteration 0, the paper's filter
 
 Answers = tuple[torch.Tensor, torch.Tensor]  # confidence, correct
-LEAST_ACCURACY = 0.8  # of iteration 0's on the same questions (the paper's filter)
+
 REAL = ("arc_easy", "sciq", "piqa")
 SHORT = {"weak barrier": "weak", "fine_tuning": "ft"}
 
