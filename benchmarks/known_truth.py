@@ -81,7 +81,7 @@ def fit_trajectory(
     """
     seed_everything(seed, verbose=False)
     shared = {"tokenizer": load_tokenizer(str(folder)), "seed": seed, "batch_size": B}
-    shared |= {"inner_steps": T, "outer_steps_per_epoch": K} | items
+    shared |= {"inner_steps": T, "outer_steps_per_epoch": K, "by_length": False} | items
     data = known_truth.data(folder, **shared)
     if source is not None:
         data.source = source(str(folder / "source.jsonl"), form="question", **shared)

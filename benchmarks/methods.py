@@ -64,12 +64,14 @@ class Method:
     where: tuple[str, ...] = (OOD, ID)
     epochs: int = 1  # more where a method acts once an epoch
     single_loop: bool = False  # one inner step an item, and more items
+    by_length: bool = False  # else rows at random
 
     def items(self, k: int, t: int) -> dict:
         """Train items of a run that reads as many rows as k items with t inner steps."""
+        items = {"by_length": self.by_length, "inner_steps": t}
         if self.single_loop:
-            return {"inner_steps": 1, "outer_steps_per_epoch": k * (t + 2) // 3}
-        return {"inner_steps": t, "outer_steps_per_epoch": k // self.epochs}
+            return items | {"inner_steps": 1, "outer_steps_per_epoch": k * (t + 2) // 3}
+        return items | {"outer_steps_per_epoch": k // self.epochs}
 
 
 ALL = {"use": "all"}
@@ -132,6 +134,9 @@ METHODS = {
     "calm_warm_start": Method(
         "CALM, warm start", CALMModule, ({"warm_start": True},),
         single_loop=True,
+    ),
+    "calm_by_length": Method(
+        "CALM, rows by length", CALMModule, where=(OOD,), by_length=True
     ),
 }  # fmt: skip
 

@@ -107,8 +107,9 @@ def line(name: str, scored) -> dict:
 def bundled(form: str) -> tuple:
     """Source and target of the exploration."""
     source = AlpacaDataModule(
-        "sample", form=form, batch_size=B, inner_steps=T, outer_steps_per_epoch=K, max_length=96
-    )
+        "sample", form=form, batch_size=B, inner_steps=T, outer_steps_per_epoch=K, max_length=96,
+        by_length=False,
+    )  # fmt: skip
     return source, MCQADataModule({"sample": 300}, scoring="first_token")
 
 
@@ -206,6 +207,7 @@ def trained(args, name: str, seed: int):
         source = AlpacaDataModule(
             root=args.root, form=args.form, max_chars_prompt=120, max_chars_response=150,
             max_length=128, batch_size=batch, inner_steps=steps, outer_steps_per_epoch=K, seed=seed,
+            by_length=False,
         )  # fmt: skip
         module, seconds = fit(make, args.model, options, source, seed, state.with_suffix(".fit"))
         kept = {n: p.detach() for n, p in module.named_parameters() if p.requires_grad}

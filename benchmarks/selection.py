@@ -81,7 +81,7 @@ def source(args, seed: int, make=AlpacaDataModule) -> AlpacaDataModule:
     return make(
         root=args.root, form="question", max_chars_prompt=120, max_chars_response=150,
         max_length=128, batch_size=B, inner_steps=T, outer_steps_per_epoch=K, seed=seed,
-        sizes={"sel": 300},
+        sizes={"sel": 300}, by_length=False,
     )  # fmt: skip
 
 

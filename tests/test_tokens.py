@@ -1,14 +1,17 @@
 """Tokens, the endless shuffle, the train item, and a mid-epoch resume through Lightning."""
 
+import random
+
 import pytest
 import torch
-from conftest import make_tokenizer
+from conftest import make_tokenizer, needs_shared_data
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tokenizers import Tokenizer, models, trainers
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
+from calm_lightning.data.alpaca import AlpacaDataModule
 from calm_lightning.data.prompts import Prompt
 from calm_lightning.data.source import TokenDataModule, split_rows, without_repeats
 from calm_lightning.data.tokens import (
@@ -126,6 +129,49 @@ def test_shuffle_is_a_permutation_an_epoch_and_a_pure_function():
     assert [EndlessShuffle(50, 1)[i] for i in range(50)] != [
         EndlessShuffle(50, 2)[i] for i in range(50)
     ]
+
+
+@pytest.mark.parametrize(("n", "size"), [(23, 4), (640, 8), (3, 8), (16, 4), (1, 3)])
+def test_batches_by_length_hold_every_row_once_an_epoch_and_little_padding(n, size):
+    lengths = [random.Random(i).randint(1, 400) for i in range(n)]
+    shuffle = EndlessShuffle(n, "0/inner", size, lengths.__getitem__)
+    flat = [shuffle[i] for i in range(n * size * 3)]
+    for e in range(size * 3):
+        assert sorted(flat[e * n : (e + 1) * n]) == list(range(n))  # each once before any twice
+    places = list(range(len(flat)))
+    random.Random(0).shuffle(places)
+    fresh = EndlessShuffle(n, "0/inner", size, lengths.__getitem__)
+    assert all(fresh[i] == flat[i] for i in places[:200])  # a pure function of the position
+    by_chance = EndlessShuffle(n, "0/inner", size)
+    padded = [
+        sum(
+            max(lengths[r] for r in rows) * size - sum(lengths[r] for r in rows)
+            for rows in ([order[b * size + i] for i in range(size)] for b in range(n * 3))
+        )
+        for order in (shuffle, by_chance)
+    ]
+    assert padded[0] <= padded[1]
+    if n == 640:
+        assert padded[0] < 0.15 * padded[1]
+        batches = [tuple(flat[b * size : (b + 1) * size]) for b in range(3 * n // size)]
+        assert len(set(batches)) == len(batches)  # other batches in another epoch
+        mean = [sum(lengths[r] for r in batch) / size for batch in batches[: n // size]]
+        assert mean != sorted(mean)  # and not from short to long
+
+
+@needs_shared_data
+def test_alpaca_carries_little_padding(shared_data, tiny_tokenizer):
+    shares = []
+    for by_length in (True, False):
+        data = AlpacaDataModule(
+            root=shared_data, tokenizer=tiny_tokenizer, batch_size=16, by_length=by_length
+        )
+        data.setup("fit")
+        items = [data.train_dataloader()[k] for k in range(3)]
+        masks = [b["attention_mask"] for item in items for b in (*item["train"], item["calib"])]
+        carried = sum(mask.numel() for mask in masks)
+        shares.append(1 - sum(int(mask.sum()) for mask in masks) / carried)
+    assert shares[0] <= 0.1 < 0.3 < shares[1]
 
 
 def numbered(n: int, first: int = 0) -> list[dict]:

@@ -60,7 +60,8 @@ class TokenDataModule(LightningDataModule):
 
     A subclass reads its rows in `source_splits`. `tokenizer` is given, or taken from the
     LightningModule; it is never changed (padding uses EOS where there is no pad token, and is
-    masked). Validation reads the first `val_rows` rows of sel.
+    masked). Validation reads the first `val_rows` rows of sel. `by_length`: the rows of a
+    micro-batch are about as long, so that little of it is padding; False draws them at random.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class TokenDataModule(LightningDataModule):
         root: str | Path | None = None,
         sizes: dict[str, int] | None = None,
         val_rows: int = 64,
+        by_length: bool = True,
     ):
         super().__init__()
         for name, value, least in (
@@ -89,6 +91,7 @@ class TokenDataModule(LightningDataModule):
         self.batch_size, self.inner_steps = batch_size, inner_steps
         self.outer_steps_per_epoch, self.max_length = outer_steps_per_epoch, max_length
         self.seed, self.root, self.sizes, self.val_rows = seed, root, sizes, val_rows
+        self.by_length = by_length
         self.report: dict[str, dict[str, Any]] = {}  # what was read, left out and used
         self._splits: dict[str, TokenRows] | None = None
 
@@ -154,6 +157,7 @@ class TokenDataModule(LightningDataModule):
             self.pad_id(),
             rank,
             world_size,
+            self.by_length,
         )
         if self.trainer is not None:
             # A loader asked for again (reload_dataloaders_every_n_epochs, a second fit) goes on.

@@ -11,6 +11,7 @@ from torch import Tensor
 from calm_lightning.data.prompts import Prompt
 
 IGNORED = -100  # the label of a position at which nothing is predicted
+POOL = 32  # batches whose rows are sorted by length together
 Row = dict[str, list[int]]
 Batch = dict[str, Tensor]
 RenderedRow = tuple[Prompt, str] | tuple[Prompt, str, list[str]]
@@ -122,19 +123,47 @@ class TokenRows(Sequence):
 class EndlessShuffle:
     """Position -> row index: one seeded permutation of n rows after another, without end.
 
+    With `length`, the length of a row, batches of `size` positions hold rows of about one length:
+    the rows of POOL batches are sorted, and the batches drawn in any order. So every row comes once
+    before any comes twice, little is padded, and few rows need to be tokenised ahead. (A batch that
+    crosses from one permutation into the next stays as it was drawn.)
+
     A pure function of (n, seed, position), so that any position can be visited at any time.
     """
 
-    def __init__(self, n: int, seed: Hashable):
-        self.n, self.seed = n, seed
-        self._epoch, self._order = -1, []
+    def __init__(
+        self,
+        n: int,
+        seed: Hashable,
+        size: int = 1,
+        length: Callable[[int], int] | None = None,
+    ):
+        self.n, self.seed, self.size, self.length = n, seed, size, length
+        self._epoch, self._order, self._sorted = -1, [], set()
 
     def __getitem__(self, position: int) -> int:
         epoch, place = divmod(position, self.n)
         if epoch != self._epoch:  # only the permutation in use is kept
             order = random.Random(f"{self.seed}/{epoch}").sample(range(self.n), self.n)
-            self._epoch, self._order = epoch, order
+            self._epoch, self._order, self._sorted = epoch, order, set()
+        if self.length is not None:
+            self._sort(place)
         return self._order[place]
+
+    def _sort(self, place: int) -> None:
+        """Bring the pool that this place is in into batches of one length, where not yet done."""
+        first = -self._epoch * self.n % self.size  # before it ends the batch of the last epoch
+        pool = (place - first) // (POOL * self.size)
+        whole = (self.n - first) // self.size  # batches that lie in this epoch
+        start = first + pool * POOL * self.size
+        count = min(POOL, whole - pool * POOL)
+        if pool < 0 or count < 1 or pool in self._sorted:
+            return
+        self._sorted.add(pool)
+        rows = sorted(self._order[start : start + count * self.size], key=self.length)
+        batches = [rows[i * self.size : (i + 1) * self.size] for i in range(count)]
+        random.Random(f"{self.seed}/{self._epoch}/{pool}").shuffle(batches)
+        self._order[start : start + count * self.size] = [row for batch in batches for row in batch]
 
 
 class OuterLoader:
@@ -145,6 +174,7 @@ class OuterLoader:
     with `state_dict` as resumable, so this is no DataLoader: the state is the next k, and
     iterating yields what is left of the epoch that k is in. Each rank gets its B / world_size
     consecutive rows of every micro-batch, so that all ranks together see what one device would.
+    `by_length`: rows of a micro-batch are about as long, see `EndlessShuffle`.
     """
 
     def __init__(
@@ -158,6 +188,7 @@ class OuterLoader:
         pad_id: int,
         rank: int = 0,
         world_size: int = 1,
+        by_length: bool = False,
     ):
         if batch_size % world_size:
             raise ValueError(
@@ -172,9 +203,9 @@ class OuterLoader:
         self.pad_id = pad_id
         share = batch_size // world_size
         self._mine = range(rank * share, (rank + 1) * share)
-        self._residual_order = EndlessShuffle(len(train), f"{seed}/residual")
-        self._inner_order = EndlessShuffle(len(train), f"{seed}/inner")
-        self._calib_order = EndlessShuffle(len(calib), f"{seed}/calib")
+        self._residual_order = self._order(train, f"{seed}/residual", by_length)
+        self._inner_order = self._order(train, f"{seed}/inner", by_length)
+        self._calib_order = self._order(calib, f"{seed}/calib", by_length)
         self.k = 0
 
     def __len__(self) -> int:
@@ -205,6 +236,10 @@ class OuterLoader:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on at the saved outer iteration."""
         self.k = state["k"]
+
+    def _order(self, rows: Sequence[Row], seed: str, by_length: bool) -> EndlessShuffle:
+        length = (lambda i: len(rows[i]["input_ids"])) if by_length else None
+        return EndlessShuffle(len(rows), seed, self.batch_size, length)
 
     def _micro_batch(self, rows: Sequence[Row], order: EndlessShuffle, number: int) -> Batch:
         start = number * self.batch_size
