@@ -164,7 +164,11 @@ def test_alpaca_carries_little_padding(shared_data, tiny_tokenizer):
     shares = []
     for by_length in (True, False):
         data = AlpacaDataModule(
-            root=shared_data, tokenizer=tiny_tokenizer, batch_size=16, by_length=by_length
+            root=shared_data,
+            tokenizer=tiny_tokenizer,
+            batch_size=16,
+            max_length=2048,
+            by_length=by_length,
         )
         data.setup("fit")
         items = [data.train_dataloader()[k] for k in range(3)]
