@@ -139,6 +139,7 @@ class _TokenLoss(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden) if need_hidden else None
         d_delta = torch.zeros_like(delta, dtype=wide) if need_delta else None
         d_l = torch.zeros_like(l, dtype=wide) if need_l else None
+        d = None if delta is None else 1 + delta
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(hidden), chunk):
                 rows = slice(start, start + chunk)
@@ -147,18 +148,17 @@ class _TokenLoss(torch.autograd.Function):
                     z += bias
                 if center:
                     z -= z.mean(-1, keepdim=True)
-                log_p = z if delta is None else torch.addcmul(z + l, z, delta)
-                log_p = log_p.log_softmax(-1)
+                log_p = (z if d is None else torch.addcmul(l, z, d)).log_softmax(-1)
                 at = None if target is None else target[rows]
                 value, grad = _FORMS[form](log_p, at, topk)  # grad: d value / d z'
                 total += value
                 if need_l:
                     d_l += grad.sum(0)
                 if need_delta:
-                    d_delta += (grad * z).sum(0)
+                    d_delta += z.mul_(grad).sum(0)  # z is not needed any more
                 if need_hidden:
-                    if delta is not None:
-                        grad *= 1 + delta
+                    if d is not None:
+                        grad *= d
                     if center:
                         grad -= grad.mean(-1, keepdim=True)
                     d_hidden[rows] = (grad.to(weight.dtype) @ weight).to(hidden.dtype)
@@ -182,7 +182,7 @@ def _cross_entropy(log_p: Tensor, target: Tensor, topk: int) -> tuple[Tensor, Te
 def _entropy(log_p: Tensor, target: None, topk: int) -> tuple[Tensor, Tensor]:
     p = log_p.exp()
     log_p = log_p.clamp_min_(-1e4)  # where log p is -inf, p is 0, and 0 * -inf must be 0
-    entropy = -(p * log_p).sum(-1, keepdim=True)
+    entropy = -torch.einsum("nv,nv->n", p, log_p)[:, None]
     return entropy.sum(), log_p.add_(entropy).mul_(p).neg_()  # dH/dz' = -p (log p + H)
 
 
