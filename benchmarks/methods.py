@@ -141,7 +141,7 @@ METHODS = {
 }  # fmt: skip
 
 
-def source(args, where: str, seed: int, items: dict):
+def source(args, where: str, seed: int, items: dict, target: MCQADataModule):
     """Train items: Alpaca, or the questions of the three benchmarks that are not tested."""
     shared = {"root": args.root, "max_length": 128, "batch_size": B, "seed": seed, **items}
     if where == OOD:
@@ -153,7 +153,7 @@ def source(args, where: str, seed: int, items: dict):
         {}, fit_benchmarks=dict.fromkeys(TESTED[ID]), scoring="first_token",
         sizes={"calib": 150, "sel": 150}, val_rows=150, **shared,
     )  # fmt: skip
-    data.held_out = tested(args, where)
+    data.held_out = target
     return data
 
 
@@ -163,9 +163,9 @@ TESTED = {
 }
 
 
-def tested(args, where: str) -> MCQADataModule:
+def tested(args, where: str, tokenizer) -> MCQADataModule:
     """The questions of the table, drawn with seed 0."""
-    return MCQADataModule(TESTED[where], scoring="first_token", root=args.root)
+    return MCQADataModule(TESTED[where], scoring="first_token", root=args.root, tokenizer=tokenizer)
 
 
 def asked(trainer, module, loaders) -> list[dict]:
@@ -181,7 +181,9 @@ def trial(args) -> None:
     epochs = 0 if name == "base" else method.epochs
     seed_everything(seed, verbose=False)
     module = build(method.make, args.model, method.settings[number])
-    data = source(args, where, seed, method.items(K, T))
+    target = tested(args, where, module.tokenizer)
+    data = source(args, where, seed, method.items(K, T), target)
+    data.tokenizer = module.tokenizer
     trainer = Trainer(
         callbacks=[PlainProgress(every=60.0)], max_epochs=epochs, accelerator="cpu",
         precision="32-true", logger=False, enable_model_summary=False, limit_val_batches=0,
@@ -199,8 +201,6 @@ def trial(args) -> None:
         module.variants = {"base": (False, False)}
     else:
         module.variants = module.candidates
-    target = tested(args, where)
-    data.tokenizer = target.tokenizer = module.tokenizer
     if where == OOD:
         other = MCQADataModule({"sample": 150}, scoring="first_token", tokenizer=module.tokenizer)
         found["selection"] = asked(trainer, module, other.test_dataloader())
