@@ -25,6 +25,7 @@ def test_gpu_script_at_small_size():
     assert "on the device: as in float64" in said
 
 
+@pytest.mark.slow
 def test_gpu_script_says_that_there_is_no_gpu():
     done = subprocess.run(
         [sys.executable, "-c", "import sys, torch, runpy; torch.cuda.is_available = lambda: False; "
