@@ -2,7 +2,6 @@
 
     python benchmarks/methods.py smollm2 --out runs/methods --root DATA --model PATH
     python benchmarks/methods.py table --out runs/methods
-    python benchmarks/methods.py bed --out runs/methods_bed
 
 `smollm2` runs each setting of each method in a process of its own, whose processor time and peak
 memory up to the end of fit are the method's. All read the same K train items (or fewer rows of
@@ -19,12 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from known_truth import CALM as BED_CALM
-from known_truth import SHARED as BED_SHARED
-from known_truth import K as BED_K
-from known_truth import T as BED_T
-from known_truth import bed as written_bed
-from known_truth import cell, fit_trajectory
 from lightning.pytorch import Trainer, seed_everything
 from real_data import B, K, T, build
 from torch import Tensor
@@ -41,10 +34,7 @@ from calm_lightning import (
     TemperatureScaling,
     VectorScaling,
 )
-from calm_lightning.adjusted import AdjustedModule
-from calm_lightning.backbone import load_tokenizer
 from calm_lightning.callbacks import PlainProgress
-from calm_lightning.data import known_truth
 from calm_lightning.metrics import paired_bootstrap
 from calm_lightning.predictions import with_unions
 from calm_lightning.report import COLUMNS
@@ -333,75 +323,11 @@ def answers(s: Scored) -> tuple[Tensor, Tensor]:
     return s.confidence[None], s.correct[None]
 
 
-def bed(args) -> None:
-    """Known truth: every setting on seed 0, chosen by the other shifted domain, then other seeds.
-
-    Which setting, and whether alpha is applied, is fixed on seed 0.
-    """
-    args.out.mkdir(parents=True, exist_ok=True)
-    names = [n for n, m in METHODS.items() if OOD in m.where]
-    fixed: dict[str, tuple[int, str, int]] = {}
-    rows: dict[str, list] = {name: [] for name in names}
-    for seed in (0, *args.seeds):
-        folder = written_bed(args.out, seed)
-        if seed == args.seeds[0]:
-            began = time.time()
-        data = known_truth.data(folder, ("target", "other"), tokenizer=load_tokenizer(str(folder)))
-        batches = [batch for loader in data.target.test_dataloader() for batch in loader]
-        base = None
-        for name in names:
-            settings = BED_SETTINGS.get(name, METHODS[name].settings)
-            if seed == 0:
-                trials = [on_bed(folder, name, setting, batches, seed) for setting in settings]
-                base = base or trials[0]
-                fixed[name] = chosen(trials, base)
-                continue
-            number, variant, _ = fixed[name]
-            trial = on_bed(folder, name, settings[number], batches, seed)
-            (s,) = (s for s in scored(trial, "target") if s.variant == variant)
-            rows[name].append(s.summary(10))
-    print(f"| {len(args.seeds)} seeds | {' | '.join(COLUMNS.values())} | setting | α | of |")
-    print("|---|" + "---:|" * len(COLUMNS) + "---|---|---:|")
-    for name, numbers in rows.items():
-        number, variant, n = fixed[name]
-        cells = [cell([row[column] for row in numbers]) for column in COLUMNS]
-        setting = said(BED_SETTINGS.get(name, METHODS[name].settings)[number])
-        cells += [setting, "applied" if variant == "both" else "dropped", str(n)]
-        print(f"| {METHODS[name].title} | {' | '.join(cells)} |")
-    print(f"\nseeds {args.seeds}: {time.time() - began:.0f} s")
-
-
-#: instead of METHODS' own: gamma is another on the bed
-BED_SETTINGS = {"calm": ({}, {"gamma": 0.02})}
-
-
-def on_bed(folder: Path, name: str, setting: dict, batches: list[dict], seed: int) -> dict:
-    """One trial: the other domain as selection, the target."""
-    make = METHODS[name].make
-    options = BED_SHARED | ({"gamma": 0.05} | BED_CALM if make is CALMModule else {}) | setting
-    method, every = METHODS[name], None
-    items = method.items(BED_K, BED_T)
-    if name == "base":  # the first visit of a run that is not needed
-        every, items["outer_steps_per_epoch"] = 1, 1
-    points = fit_trajectory(
-        folder, make, options, every, batches, seed, epochs=method.epochs, **items
-    )
-    at = points[0][1]
-    uses = {"theta": (True, False), "both": (True, True)}
-    if not make.trains_theta:
-        del uses["theta"]
-    elif not issubclass(make, AdjustedModule):
-        del uses["both"]
-    kept = {what: [s._asdict() for (d, v), s in at.items() if d == what and v in uses]
-            for what in ("target", "other")}  # fmt: skip
-    return {"selection": kept["other"], "target": kept["target"], "variants": uses}
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["smollm2", "trial", "table", "bed"])
+    parser.add_argument("what", choices=["smollm2", "trial", "table"])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--root", help="folder with alpaca/, arc_easy/ … instead of the hub")
@@ -411,4 +337,4 @@ if __name__ == "__main__":
     for name in ("file", "where", "method", "setting"):  # of one trial, which smollm2 starts
         parser.add_argument(f"--{name}", type=int if name == "setting" else str)
     args = parser.parse_args()
-    {"smollm2": smollm2, "trial": trial, "table": table, "bed": bed}[args.what](args)
+    {"smollm2": smollm2, "trial": trial, "table": table}[args.what](args)
