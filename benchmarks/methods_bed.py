@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from known_truth import CALM, SHARED, K, T, bed, cell, fit_trajectory
-from methods import METHODS, OOD, chosen, said, scored
+from methods import BED, METHODS, OOD, chosen, said, scored
 
 from calm_lightning import CALMModule
 from calm_lightning.adjusted import AdjustedModule
@@ -56,7 +56,7 @@ def table(args) -> None:
 
 def bed_methods() -> list[str]:
     """Those that need no options, and rows of one length need no buckets."""
-    return [n for n, m in METHODS.items() if OOD in m.where and not m.by_length]
+    return [n for n, m in METHODS.items() if {OOD, BED} & {*m.where} and not m.by_length]
 
 
 def bed_settings(name: str) -> tuple[dict, ...]:
