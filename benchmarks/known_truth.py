@@ -92,7 +92,7 @@ def fit_trajectory(
         lora = None
     trajectory = Trajectory(batches, every)
     trainer = Trainer(
-        callbacks=[trajectory, *callbacks], max_epochs=epochs, accelerator="cpu", logger=False,
+        callbacks=[*callbacks, trajectory], max_epochs=epochs, accelerator="cpu", logger=False,
         limit_val_batches=0, enable_checkpointing=False, enable_model_summary=False,
         enable_progress_bar=False,
     )  # fmt: skip
