@@ -1,6 +1,6 @@
 """Our scoring of multiple-choice questions beside EleutherAI's lm-evaluation-harness.
 
-    pip install 'lm_eval>=0.4.9'
+    pip install -e '.[bench]'
     python benchmarks/evaluation.py --model PATH --root DATA [--questions 500] [--rounds 2]
 
 Both score the same questions of ARC-Easy and SciQ with one model object, in one thread, and must
@@ -71,23 +71,21 @@ class Harness:
 
     def check_tokens(self) -> int:
         """How many pairs there are, all of which read as the tokens that ours reads."""
-        requests, pairs = iter(self.requests), 0
-        self.data.eval_batch_size = len(self.data.test_questions())
-        rows = {}
+        self.data.eval_batch_size, ours = len(self.requests), {}
         for loader in self.data.test_dataloader():
             for batch in loader:
-                both = zip(batch["prompt_ids"], batch["option_ids"], strict=True)
-                rows |= dict(
-                    zip([f"{batch['dataset']}/{i}" for i in batch["id"]], both, strict=True)
-                )
+                for i, prompt, options in zip(
+                    batch["id"], batch["prompt_ids"], batch["option_ids"], strict=True
+                ):
+                    pairs = [(prompt.tolist(), option.tolist()) for option in options]
+                    ours[f"{batch['dataset']}/{i}"] = pairs
+        requests = iter(self.requests)
         for question in self.data.test_questions():
-            prompt, options = rows[f"{question.dataset}/{question.id}"]
-            for option in options:
+            for pair in ours[f"{question.dataset}/{question.id}"]:
                 text = next(requests).args
                 theirs = self.lm._encode_pair(*text)
-                assert theirs == (prompt.tolist(), option.tolist()), (text, theirs, prompt, option)
-                pairs += 1
-        return pairs
+                assert theirs == pair, f"{text}: {theirs} in the harness, {pair} in ours"
+        return len(self.requests)
 
 
 def margin(log_probs: torch.Tensor) -> float:
@@ -115,10 +113,8 @@ def differences(ours: dict, theirs: dict) -> tuple[list[str], float]:
 def compare(backbone: Backbone, tokenizer, args, scoring: str, counts: dict[str, int]) -> list[str]:
     """Run the rounds of one scoring; print its rows, return what the choices differ in."""
     data = MCQADataModule(counts, scoring=scoring, root=args.root, tokenizer=tokenizer)
-    lm = HFLM(
-        pretrained=backbone.lm, tokenizer=tokenizer, batch_size=args.batch, device="cpu",
-        dtype=backbone.weight.dtype,
-    )  # fmt: skip
+    lm = HFLM(backbone.lm, tokenizer=tokenizer, batch_size=args.batch, device="cpu")
+    assert lm.model is backbone.lm
     harness = Harness(lm, data)
     pairs = harness.check_tokens()
     sizes = [args.batch]
@@ -165,9 +161,8 @@ def main() -> None:
     backbone = Backbone(load_lm(args.model).eval(), trained=False)
     halves = (args.questions - args.questions // 2, args.questions // 2)
     counts = dict(zip(DATASETS, halves, strict=True))
-    print(f"{' + '.join(f'{n} of {name}' for name, n in counts.items())}; {args.rounds} rounds; ")
-    print("CPU seconds are medians, ratios are harness / ours; the harness gets", end=" ")
-    print(f"{args.batch} sequences a batch\n")
+    print(f"{' + '.join(f'{n} of {name}' for name, n in counts.items())}; {args.rounds} rounds.")
+    print(f"The harness gets {args.batch} sequences a batch; CPU seconds, ratio harness / ours.\n")
     titles = ("scoring", "questions", "options", "our batch", "same choice", "largest difference",
               "ours, s", "harness, s", "ratio", "each round")  # fmt: skip
     print(f"| {' | '.join(titles)} |\n|---|{'---:|' * (len(titles) - 1)}", flush=True)

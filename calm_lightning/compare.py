@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -57,8 +58,11 @@ def compare(paths: Sequence[str | Path]) -> tuple[list[Scored], str, int, str]:
         (what the first run serves); M; and how the runs were chosen.
 
     Raises:
-        ValueError: other questions, right answers, M or scoring; says which differs.
+        ValueError: one run twice; other questions, right answers, M or scoring; says which.
     """
+    (path, times), *_ = Counter(Path(path).resolve() for path in paths).most_common(1)
+    if times > 1:
+        raise ValueError(f"{path} is named twice: name each run or file once.")
     runs = [load(path) for path in paths]
     if len({run.name for run in runs}) < len(runs):
         runs = [run._replace(name=str(path)) for run, path in zip(runs, paths, strict=True)]

@@ -1,5 +1,7 @@
 """What a run reports in numbers and words: metric rows, bins, one table a data set, warnings."""
 
+import csv
+import io
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -85,7 +87,7 @@ def interval(low: float | None, high: float | None, digits: int = 3) -> str:
 # ---- files ----------------------------------------------------------------------------------
 
 
-def metric_rows(scored: Iterable[Scored], n_bins: int, split: str = "test") -> list[dict[str, Any]]:
+def metric_rows(scored: Iterable[Scored], n_bins: int) -> list[dict[str, Any]]:
     """Rows of metrics.json, one a data set, variant and metric, with what is known of each.
 
     low, high: 95 % bootstrap over questions. floor, floor_p95: mean and 95th percentile of the ECE
@@ -94,7 +96,7 @@ def metric_rows(scored: Iterable[Scored], n_bins: int, split: str = "test") -> l
     rows = []
     for s in scored:
         for metric, numbers in _measured(s, n_bins).items():
-            key = dict(zip(KEY, (s.dataset, split, s.scoring, s.variant, metric), strict=True))
+            key = dict(zip(KEY, (s.dataset, "test", s.scoring, s.variant, metric), strict=True))
             row = {"value": None, "low": None, "high": None, "floor": None} | numbers
             # A NaN (AUROC where all answers are right) is no JSON: null
             row = {k: None if v != v else v for k, v in row.items()}
@@ -138,19 +140,20 @@ def write_metrics(path: Path, run: dict[str, Any], rows: list[dict[str, Any]]) -
     return rows
 
 
-def write_bins(path: Path, scored: Iterable[Scored], n_bins: int, split: str = "test") -> None:
+def write_bins(path: Path, scored: Iterable[Scored], n_bins: int) -> None:
     """bins.csv: the counts behind every diagram; kinds "top", "class:k" and "total"."""
     names = "dataset,split,scoring,variant,kind,bin,low,high,count,confidence_sum,correct"
-    lines = [] if not path.exists() else path.read_text().splitlines()[1:]
+    lines = [] if not path.exists() else list(csv.reader(path.read_text().splitlines()))[1:]
     for s in scored:
-        key = f"{s.dataset},{split},{s.scoring},{s.variant},"
-        lines = [line for line in lines if not line.startswith(key)]
+        key = [s.dataset, "test", s.scoring, s.variant]
+        lines = [line for line in lines if line[:4] != key]
         for kind, r in diagrams(s, n_bins).items():
             for m in range(n_bins):
                 cells = (r.low[m], r.high[m], r.count[m], r.confidence_sum[m], r.correct[m])
-                numbers = ",".join(f"{float(c):.10g}" for c in cells)
-                lines.append(f"{key}{kind},{m},{numbers}")
-    write_whole(path, "\n".join([names, *lines]) + "\n")
+                lines.append([*key, kind, m, *(f"{float(c):.10g}" for c in cells)])
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([names.split(","), *lines])
+    write_whole(path, text.getvalue())
 
 
 def diagrams(s: Scored, n_bins: int) -> dict[str, metrics.Reliability]:

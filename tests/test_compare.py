@@ -18,6 +18,12 @@ def make_run(folder, *several, served="theta", n_bins=10, **run):
     return folder
 
 
+def test_a_run_is_not_compared_with_itself(tmp_path):
+    a = make_run(tmp_path / "a", scored())
+    with pytest.raises(ValueError, match="a is named twice"):
+        compare.compare([a, tmp_path / "b" / ".." / "a"])
+
+
 def test_two_runs_share_their_base_and_are_held_against_the_first(tmp_path):
     a = make_run(tmp_path / "a", scored(), scored("theta", seed=1), selection=SELECTION)
     b = make_run(tmp_path / "b", scored(), scored("theta", seed=2), scored("both", seed=3))

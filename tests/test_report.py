@@ -154,6 +154,17 @@ def test_a_wrong_prediction_is_named(line, words, tmp_path):
     assert "mine.jsonl" in str(error.value)
 
 
+def test_bins_of_a_set_with_a_comma_in_its_name_are_replaced_too(tmp_path):
+    path = tmp_path / "bins.csv"
+    odd = scored()._replace(dataset='ours, "new"')
+    for _ in range(2):
+        report.write_bins(path, [odd], 10)
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert {r["dataset"] for r in rows} == {odd.dataset}
+    assert len(rows) == 6 * 10
+
+
 def test_bins_hold_every_question_of_every_kind(tmp_path):
     path = tmp_path / "bins.csv"
     for seed in (0, 1):  # the second run of a variant replaces the first

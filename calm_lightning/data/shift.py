@@ -36,9 +36,9 @@ class Shift(LightningDataModule):
             source.held_out = target if isinstance(target, MCQADataModule) else None
 
     def prepare_data(self) -> None:
-        """Let both prepare."""
-        self.source.prepare_data()
-        self.target.prepare_data()
+        """Let all prepare."""
+        for module in filter(None, (self.source, self.target, self.selection)):
+            module.prepare_data()
 
     def setup(self, stage: str | None = None) -> None:
         """Hand the trainer to both, and set up the one whose stage it is."""
@@ -55,9 +55,11 @@ class Shift(LightningDataModule):
             self._refuse_overlap()  # the target may be another one than fit had
 
     def teardown(self, stage: str | None = None) -> None:
-        """Tear down the one whose stage it is."""
-        module = self.source if stage in ("fit", "validate") else self.target
-        module.teardown(stage)
+        """Tear down those whose stage it is."""
+        fitted = stage in ("fit", "validate")
+        for module in (self.source, self.selection) if fitted else (self.target,):
+            if module is not None:
+                module.teardown(stage)
 
     def train_dataloader(self) -> Any:
         """Return the source's."""
