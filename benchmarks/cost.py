@@ -241,7 +241,7 @@ def growth(args) -> None:
             fit(CALMModule, tiny(at["V"]), data, [alone])
             mib = memory_of(CALMModule, tiny(at["V"]), data[:2])
             found.setdefault(name, []).append((value, min(alone.whole[1:]), mib))
-    for n in (10_000, 100_000, 1_000_000):
+    for n in (10_000, 30_000, 100_000, 300_000):
         probs, answer = torch.randn(n, 4).softmax(-1), torch.randint(4, (n,))
         metric = ConfidenceECE(10)
 
