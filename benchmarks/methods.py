@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 from lightning.pytorch import Trainer, seed_everything
 from real_data import B, K, T, build
-from torch import Tensor
 
 from calm_lightning import (
     CFT,
@@ -291,20 +290,17 @@ def table(args) -> None:
             }
             n = len(shown["base"].id)
             print(f"\n**{TITLES[where]}; {title}, N = {n}, seed {args.seeds[0]}**\n")
-            heads = [*COLUMNS.values(), "conf-ECE − fine-tuning [95 %]", "setting", "α", "of",
-                     "θ updates", "CPU s", "peak MiB"]  # fmt: skip
+            heads = [*COLUMNS.values(), "conf-ECE − fine-tuning [95 %]", "conf-ECE − CALM [95 %]",
+                     "setting", "α", "of", "θ updates", "CPU s", "peak MiB"]  # fmt: skip
             print(f"| | {' | '.join(heads)} |")
-            print("|---|" + "---:|" * (len(COLUMNS) + 1) + "---|---|" + "---:|" * 4)
+            print("|---|" + "---:|" * (len(COLUMNS) + 2) + "---|---|" + "---:|" * 4)
             for name, s in shown.items():
                 number, variant, of = picks[name]
                 trial, numbers = trials[name][number], s.summary(10)
                 cells = [f"{numbers[column]:.3f}" for column in COLUMNS]
-                difference = "–"
-                if name != CONTROL:
-                    gap = paired_bootstrap(*(answers(x) for x in (s, shown[CONTROL])))
-                    difference = "{:+.3f} [{:+.3f}, {:+.3f}]".format(*gap)
+                cells += [difference(s, shown.get(other)) for other in (CONTROL, "calm")]
                 applied = trial["variants"][variant][1]
-                cells += [difference, said(METHODS[name].settings[number])]
+                cells += [said(METHODS[name].settings[number])]
                 cells += ["applied" if applied else "dropped", str(of), str(trial["updates"])]
                 cells += (
                     ["–"] * 2
@@ -314,15 +310,18 @@ def table(args) -> None:
                 print(f"| {METHODS[name].title} | {' | '.join(cells)} |")
 
 
+def difference(a: Scored, b: Scored | None) -> str:
+    """conf-ECE of a minus b's, with its paired 95 % interval."""
+    if b is None or a is b:
+        return "–"
+    pair = [(s.confidence[None], s.correct[None]) for s in (a, b)]
+    return "{:+.3f} [{:+.3f}, {:+.3f}]".format(*paired_bootstrap(*pair))
+
+
 def of_sets(trial: dict, variant: str, names: list[str]) -> Scored:
     """These data sets of a trial's target together."""
     found = [s for s in scored(trial, "target") if s.variant == variant and s.dataset in names]
     return with_unions(found)[-1]
-
-
-def answers(s: Scored) -> tuple[Tensor, Tensor]:
-    """(confidence, correct), (1, N) each."""
-    return s.confidence[None], s.correct[None]
 
 
 if __name__ == "__main__":
