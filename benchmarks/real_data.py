@@ -65,8 +65,8 @@ def build(make, model: str, options: dict):
     """A method's module with the shared rates and LoRA."""
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     options = SHARED | (CALM if issubclass(make, CALMModule) else {}) | options
-    if make is TemperatureScaling:
-        options, lora = {}, None
+    if not make.trains_theta:
+        lora = None
     return make(model, lora=lora, **options)
 
 
