@@ -9,6 +9,7 @@ from torch import Tensor
 from calm_lightning import metrics
 
 CHUNK = 256  # rows of (rows, V) float32 logits held at once
+IDLE = 32  # tokens of ended options that a pass may carry; a pass of its own costs about as much
 
 Variants = Mapping[str, Callable[[Tensor], Tensor] | None]
 
@@ -169,27 +170,39 @@ def _scored(key: tuple[str, str, str], rows: list[tuple]) -> Scored:
 
 
 def _rest_log_probs(backbone, batch, mask, cache, variants: Variants) -> dict[str, Tensor]:
-    """Sum the log-probabilities of each option's tokens after its first, (N,) for all N options."""
+    """Sum the log-probabilities of each option's tokens after its first, (N,) for all N options.
+
+    In passes, each of the options that still go on: one that has ended is soon left out.
+    """
     device = mask.device
     question = torch.arange(len(mask), device=device).repeat_interleave(batch["n_options"])
     options = [option for row in batch["option_ids"] for option in row]
-    ids, option_mask = _pad(options, device, left=False)
-    cache.batch_select_indices(question)
+    ids, _ = _pad(options, device, left=False)
     # The last token of an option predicts nothing that is asked for: inputs end before it.
-    hidden, _ = backbone.hidden(
-        ids[:, :-1],
-        torch.cat([mask[question], option_mask[:, :-1]], 1),
-        cache=cache,
-        position_ids=mask.sum(1)[question][:, None] + torch.arange(ids.shape[1] - 1, device=device),
-        use_cache=True,
-    )
-    wanted, real = ids[:, 1:], option_mask[:, 1:].bool()
-    found = _token_log_probs(backbone, hidden[real], wanted[real][:, None], variants)
-    owner = real.nonzero()[:, 0]
-    return {
-        name: log_probs.new_zeros(len(options)).index_add(0, owner, log_probs[:, 0])
-        for name, log_probs in found.items()
-    }
+    length = torch.tensor([len(option) - 1 for option in options], device=device)
+    totals = {name: torch.zeros(len(options), device=device) for name in variants}
+    going, rows, start = torch.arange(len(options), device=device), question, 0
+    while (more := length[going] > start).any():
+        going = going[more]
+        cache.batch_select_indices(rows[more])
+        columns = torch.arange(start, int(length[going].max()), device=device)
+        idle = (length[going][:, None] <= columns[1:]).sum(0).cumsum(0)
+        columns = columns[: 1 + int((idle <= IDLE).sum())]
+        end, before = start + len(columns), mask[question[going]]
+        hidden, _ = backbone.hidden(
+            ids[going, start:end],
+            torch.cat([before, before.new_ones(len(going), end)], 1),
+            cache=cache,
+            position_ids=before.sum(1)[:, None] + columns,
+            use_cache=True,
+        )
+        real = columns < length[going][:, None]
+        wanted = ids[going, start + 1 : end + 1][real][:, None]
+        owner = going[real.nonzero()[:, 0]]
+        for name, log_probs in _token_log_probs(backbone, hidden[real], wanted, variants).items():
+            totals[name].index_add_(0, owner, log_probs[:, 0])
+        rows, start = torch.arange(len(going), device=device), end
+    return totals
 
 
 def _token_log_probs(backbone, states: Tensor, wanted: Tensor, variants: Variants):

@@ -81,10 +81,13 @@ LONG = [(5, [3, 1, 6, 2]), (17, [2, 4]), (9, [1, 1, 7, 2, 5]), (1, [4, 4, 2])]
         ("text_mean", LONG),
     ],
 )
-def test_equals_a_plain_loop(tiny_lm, alpha, way, shape):
+@pytest.mark.parametrize("idle", [0, 32, 1000])
+def test_equals_a_plain_loop(tiny_lm, alpha, way, shape, idle, monkeypatch):
+    monkeypatch.setattr(scoring, "IDLE", idle)
     batch, body = make_batch(way, shape), Body(tiny_lm)
     found = option_log_probs(body, batch, {"theta": None, "both": alpha})
-    assert body.forwards == (1 if shape is SINGLE else 2)
+    # the longest option has seven tokens, so six to read: a pass each, in two passes, in one
+    assert body.forwards == (1 if shape is SINGLE else 1 + {0: 6, 32: 2, 1000: 1}[idle])
     for name, adjustment in (("theta", None), ("both", alpha)):
         log_probs, mass = found[name]
         assert log_probs.dtype == torch.float32
