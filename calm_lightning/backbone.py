@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -19,6 +19,9 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+
+if TYPE_CHECKING:  # peft loads bitsandbytes, and that all of torch's compiler: `calm --help` waits
+    from peft import LoraConfig, PeftModel
 
 
 class Backbone(nn.Module):
@@ -37,7 +40,9 @@ class Backbone(nn.Module):
             trainable, or logits that are not `output_layer(body(ids))` (soft-capped, scaled).
     """
 
-    def __init__(self, lm: PreTrainedModel | PeftModel, trained: bool = True):
+    def __init__(self, lm: "PreTrainedModel | PeftModel", trained: bool = True):
+        from peft import PeftModel
+
         super().__init__()
         self.lm = lm
         base = lm.get_base_model() if isinstance(lm, PeftModel) else lm
@@ -200,8 +205,8 @@ def _named(model_name: str) -> Iterator[None]:
 
 
 def with_lora(
-    lm: PreTrainedModel, lora: LoraConfig | None, gradient_checkpointing: bool = False
-) -> PreTrainedModel | PeftModel:
+    lm: PreTrainedModel, lora: "LoraConfig | None", gradient_checkpointing: bool = False
+) -> "PreTrainedModel | PeftModel":
     """Freeze the model and put LoRA on it, where given; switch checkpointing on, where asked.
 
     Raises:
@@ -217,6 +222,8 @@ def with_lora(
         if getattr(lm, "is_quantized", False):
             raise ValueError("quantised weights cannot be trained: give model.lora as well")
         return lm
+    from peft import get_peft_model
+
     # Not peft's prepare_model_for_kbit_training: it makes a float32 copy of the embeddings.
     lm.requires_grad_(False)
     with torch.random.fork_rng():

@@ -3,13 +3,12 @@
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from peft import LoraConfig
 from torch import Tensor
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -25,6 +24,9 @@ from calm_lightning.scoring import (
     option_log_probs,
     prediction_rows,
 )
+
+if TYPE_CHECKING:  # loaded where it is used, see backbone
+    from peft import LoraConfig
 
 
 class Supervised(NamedTuple):
@@ -77,7 +79,7 @@ class CalibrationModule(LightningModule):
         *,
         model: PreTrainedModel | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        lora: LoraConfig | None = None,
+        lora: "LoraConfig | None" = None,
         quantization: BitsAndBytesConfig | None = None,
         dtype: str = "auto",
         gradient_checkpointing: bool = False,
