@@ -81,10 +81,18 @@ class AdjustedModule(CalibrationModule):
         Lightning counts every LightningOptimizer.step(); through its public inner optimizer
         alpha's step is not counted, so global_step is the number of theta's steps.
         """
-        optimizer = self.optimizers()[1].optimizer
-        optimizer.step()
+        optimizer, scaler = self.optimizers()[1].optimizer, self._scaler()
+        gradients = [p.grad for p in self.alpha.free() if p.grad is not None]
+        if scaler is None:
+            optimizer.step()
+        elif gradients:
+            # what it finds counts in the update of the scale that follows theta's next step
+            self._scale_gradients(self.alpha.free())
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
         optimizer.zero_grad()
-        self.alpha.project_()
+        if scaler is None or all(g.isfinite().all() for g in gradients):
+            self.alpha.project_()  # where no step was taken, not even by rounding
 
     def alpha_range(self) -> dict[str, Tensor]:
         """How far alpha is from the identity, for the log."""

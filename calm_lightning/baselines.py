@@ -47,7 +47,7 @@ class FineTuning(CalibrationModule):
         """Take the steps of a train item; return the last loss."""
         for micro_batch in self.micro_batches(item):
             objective = self.objective(micro_batch, item["calib"])
-            loss = put_gradient(objective, self.backbone.theta(), self.reduce)
+            loss = put_gradient(objective, self.backbone.theta(), self.reduce, self.loss_scale())
             self.step_theta()
         return loss
 
@@ -161,7 +161,9 @@ class Iterate(FineTuning, AdjustedModule):
         loss = super().descend(item)
         if self.trainer.is_last_batch:
             with frozen(self.backbone.theta()), self.backbone.without_dropout():
-                upper = put_gradient(self.upper(item["calib"]), self.alpha.free(), self.reduce)
+                upper = put_gradient(
+                    self.upper(item["calib"]), self.alpha.free(), self.reduce, self.loss_scale()
+                )
             self.log("train/upper_loss", upper)
         self.step_alpha()  # without a gradient nothing moves, but torch's schedules want a step
         self.log_dict(self.alpha_range())

@@ -65,6 +65,7 @@ class OuterStep:
     g_q_norm_sq: Tensor  # in the metric of the barrier
     g_q_dot_g_ent: Tensor
     g_q: list[Tensor]  # residual gradient over (theta, alpha)
+    overflow: bool = False  # under a loss scale; every .grad is NaN
 
 
 def outer_step(
@@ -81,6 +82,7 @@ def outer_step(
     clip: float | None = None,
     surrogate: Sequence[Tensor] | None = None,
     metric: Sequence[Tensor] | None = None,
+    scale: Tensor | None = None,
     reduce: Reduce = lambda tensors: None,
     quiet: Callable[[], AbstractContextManager] = nullcontext,
 ) -> OuterStep:
@@ -107,12 +109,16 @@ def outer_step(
             in place (a single loop where `inner` is one step); None begins at theta.
         metric: one positive tensor for each of theta and alpha: diagonal metric of the dot
             products, for optimizers that precondition the direction.
+        scale: of the loss while it is differentiated, so that half-precision gradients do not
+            vanish. All that is computed from the gradients is unscaled. Where one overflows, every
+            ``.grad`` is set to NaN, by which a GradScaler skips each optimizer.
         reduce: sums the given tensors over processes in place (one call for a gradient list).
         quiet: a context in which the residual and the entropy are evaluated (dropout off).
 
     Raises:
         ValueError: an unknown barrier or residual_alpha_grad.
-        FloatingPointError: a loss or a gradient is not finite; theta and alpha are as before.
+        FloatingPointError: a loss is not finite, or without `scale` a gradient; theta and alpha are
+            as before.
     """
     if barrier not in ("grad_norm", "residual"):
         raise ValueError(f"barrier must be 'grad_norm' or 'residual', not {barrier!r}")
@@ -126,11 +132,11 @@ def outer_step(
     aside = [p.detach().clone() for p in theta] if surrogate is None else list(surrogate)
     _swap(theta, aside)  # theta is theta_tilde until it is swapped back
     try:
-        descend(theta, inner, rho=rho, clip=clip, reduce=reduce)
+        descend(theta, inner, rho=rho, clip=clip, reduce=reduce, scale=scale)
         with quiet():
             if residual_alpha_grad == "danskin":
                 with frozen(theta):  # no graph through the body: alpha's gradient needs the head
-                    task_tilde, g_tilde = gradient(task, alpha, reduce)
+                    task_tilde, g_tilde = gradient(task, alpha, reduce, scale)
             else:
                 with torch.no_grad():
                     task_tilde = value(task, reduce)
@@ -140,23 +146,28 @@ def outer_step(
     del aside
 
     with quiet():
-        task_loss, g_q = gradient(task, u, reduce)
+        task_loss, g_q = gradient(task, u, reduce, scale)
         torch._foreach_sub_(g_q[len(theta) :], g_tilde)
-        negative, g_ent = gradient(negative_entropy, u, reduce)
+        negative, g_ent = gradient(negative_entropy, u, reduce, scale)
 
     q_hat = task_loss - task_tilde
     norm_sq, dot = inner_product(g_q, g_q, metric), inner_product(g_q, g_ent, metric)
     phi = gamma * norm_sq if barrier == "grad_norm" else gamma * q_hat.clamp_min(0.0)
     lambda_k = barrier_weight(phi, dot, norm_sq)
-    if not torch.isfinite(torch.stack([task_loss, task_tilde, negative, norm_sq, dot])).all():
+    seen = torch.stack([task_loss, negative, task_tilde, norm_sq, dot, lambda_k]).isfinite()
+    losses, all_finite = torch.stack([seen[:2].all(), seen.all()]).tolist()  # one wait for both
+    if not all_finite and (scale is None or not losses):
         raise FloatingPointError(
             f"task loss {task_loss:.4g} at theta and {task_tilde:.4g} after the inner loop, "
-            f"entropy {-negative:.4g}, |g_q|^2 {norm_sq:.4g}: theta and alpha stay as they were; "
-            "lower the rates or rho"
+            f"entropy {-negative:.4g}, |g_q|^2 {norm_sq:.4g}, lambda {lambda_k:.4g}: theta and "
+            "alpha stay as they were; lower the rates or rho"
         )
     for p, e, q in zip(u, g_ent, g_q, strict=True):
-        p.grad = e.add_(q * lambda_k.to(q.dtype)).to(p.dtype)
-    return OuterStep(task_loss, -negative, q_hat, lambda_k, norm_sq, dot, g_q)
+        direction = e.add_(q * lambda_k.to(q.dtype)).to(p.dtype)
+        p.grad = direction if all_finite else torch.full_like(p, torch.nan)
+    return OuterStep(
+        task_loss, -negative, q_hat, lambda_k, norm_sq, dot, g_q, overflow=not all_finite
+    )
 
 
 def barrier_weight(phi: Tensor, dot: Tensor, norm_sq: Tensor) -> Tensor:
@@ -172,10 +183,11 @@ def descend(
     rho: float,
     clip: float | None = None,
     reduce: Reduce = lambda tensors: None,
+    scale: Tensor | None = None,
 ) -> None:
     """Gradient descent in place with step ``rho``, one step for each loss (Alg. 1 line 3)."""
     for loss in losses:
-        _, grads = gradient(loss, theta, reduce)
+        _, grads = gradient(loss, theta, reduce, scale)
         with torch.no_grad():
             torch._foreach_add_(theta, grads, alpha=-rho)
             clamp_(theta, clip)
@@ -189,12 +201,16 @@ def clamp_(tensors: list[Tensor], clip: float | None) -> None:
 
 
 def gradient(
-    loss: Loss, params: Sequence[Tensor], reduce: Reduce = lambda tensors: None
+    loss: Loss,
+    params: Sequence[Tensor],
+    reduce: Reduce = lambda tensors: None,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Value and gradient of a chunked loss, accumulated in float32 or wider."""
+    """Value and gradient of a chunked loss, accumulated in float32 or wider; both unscaled."""
     total, grads = None, None
     for chunk in loss():
-        parts = torch.autograd.grad(chunk, params, allow_unused=True)
+        scaled = chunk if scale is None else chunk * scale
+        parts = torch.autograd.grad(scaled, params, allow_unused=True)
         parts = [
             torch.zeros_like(p, dtype=_wide(p)) if g is None else g.to(_wide(p))
             for g, p in zip(parts, params, strict=True)
@@ -208,25 +224,37 @@ def gradient(
             torch._foreach_add_(grads, parts)
     if grads is None:
         raise ValueError("the loss yielded nothing: it must yield at least one scalar")
+    if scale is not None:
+        torch._foreach_mul_(grads, 1 / scale)  # a power of two: exact
+        # An infinite step could hide behind the clamp; as NaN it is seen in the next loss.
+        torch._foreach_add_(grads, [g * 0 for g in grads])
     reduce([total, *grads])
     return total, grads
 
 
 def put_gradient(
-    loss: Loss, params: Sequence[Tensor], reduce: Reduce = lambda tensors: None
+    loss: Loss,
+    params: Sequence[Tensor],
+    reduce: Reduce = lambda tensors: None,
+    scale: Tensor | None = None,
 ) -> Tensor:
-    """Put the gradient of a loss into ``.grad`` of params; return the loss.
+    """Put the gradient of a loss into ``.grad`` of params (`scale`: as in `outer_step`).
+
+    Returns:
+        The loss.
 
     Raises:
-        FloatingPointError: the loss or its gradient is not finite; nothing was changed.
+        FloatingPointError: the loss is not finite, or without `scale` its gradient; nothing was
+            changed.
     """
-    total, grads = gradient(loss, params, reduce)
-    if not torch.isfinite(torch.stack([total, *(g.sum() for g in grads)])).all():
+    total, grads = gradient(loss, params, reduce, scale)
+    all_finite = torch.isfinite(torch.stack([total, *(g.sum() for g in grads)])).all()
+    if not all_finite and (scale is None or not total.isfinite()):
         raise FloatingPointError(
             f"loss {total:.4g} or its gradient is not finite: nothing was changed; lower the rates"
         )
     for p, g in zip(params, grads, strict=True):
-        p.grad = g.to(p.dtype)
+        p.grad = g.to(p.dtype) if all_finite else torch.full_like(p, torch.nan)
     return total
 
 

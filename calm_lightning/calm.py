@@ -108,6 +108,7 @@ class CALMModule(AdjustedModule):
                 [p.detach().clone() for p in theta] if self._surrogate is None else self._surrogate
             )
             self._surrogate = [t.to(p) for t, p in zip(kept, theta, strict=True)]
+        scale = self.loss_scale()
         try:
             step = outer_step(
                 theta,
@@ -122,20 +123,24 @@ class CALMModule(AdjustedModule):
                 clip=h.clip,
                 surrogate=self._surrogate,
                 metric=self._adam_metric() if h.barrier_metric == "adam" else None,
+                scale=scale,
                 reduce=self.reduce,
                 quiet=self.backbone.without_dropout,
             )
         except FloatingPointError as error:
             raise FloatingPointError(f"outer iteration {self.global_step}: {error}") from None
 
+        if step.overflow:
+            self._surrogate = None  # an infinite step is no place to go on from
         before = [p.detach().clone() for p in theta + alpha]
+        self.step_alpha()  # first: after theta's step a loss scale is updated, for both
         self.step_theta()
-        self.step_alpha()
         self.step_schedulers()
 
         torch._foreach_sub_(before, [p.detach() for p in theta + alpha])  # - step
         promise = inner_product(before, step.g_q) / inner_product(step.g_q, step.g_q)
-        self._epoch.append(torch.stack([step.task_loss, step.entropy, step.q_hat]))
+        if not step.overflow:
+            self._epoch.append(torch.stack([step.task_loss, step.entropy, step.q_hat]))
         shown = {"task_loss": step.task_loss, "entropy": step.entropy}
         shown |= {"lambda": step.lambda_k, "q_hat": step.q_hat}
         self.log_dict(shown, prog_bar=True, logger=False)
@@ -150,6 +155,7 @@ class CALMModule(AdjustedModule):
                 "train/residual_descent": promise,  # -<step, g_q> / |g_q|^2; < 0: q_hat rises
                 "train/mean_logit": self._mean_logit,  # the offset that d scales too
                 **self.alpha_range(),
+                **({} if scale is None else {"train/loss_scale": scale}),
             }
         )
 

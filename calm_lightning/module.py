@@ -1,22 +1,20 @@
-"""What every method shares: the model, its losses, rates, checkpoints and one evaluation."""
+"""What every method shares: the model, its losses and one evaluation; steps.py has the rest."""
 
-import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from calm_lightning.backbone import Backbone, load_lm, load_tokenizer, with_lora
-from calm_lightning.bilevel import Loss, clamp_
+from calm_lightning.bilevel import Loss
 from calm_lightning.head import Alpha, token_loss
 from calm_lightning.metrics import TokenECE
-from calm_lightning.optim import adamw, warmup_cosine, with_rate
+from calm_lightning.optim import adamw
 from calm_lightning.scoring import (
     Scored,
     Tally,
@@ -24,6 +22,7 @@ from calm_lightning.scoring import (
     option_log_probs,
     prediction_rows,
 )
+from calm_lightning.steps import SteppingModule
 
 if TYPE_CHECKING:  # loaded where it is used, see backbone
     from peft import LoraConfig
@@ -39,7 +38,7 @@ class Supervised(NamedTuple):
     count: Tensor  # supervised tokens of the whole micro-batch, over all processes
 
 
-class CalibrationModule(LightningModule):
+class CalibrationModule(SteppingModule):
     """A language model with adjusted logits that a method calibrates; not a method itself.
 
     A method adds a `training_step` over train items {"train": [T + 1 micro-batches], "calib":
@@ -70,8 +69,6 @@ class CalibrationModule(LightningModule):
     trains_theta = True
     #: whether validation and predictions use alpha
     alpha_in_use = True
-    #: what a rule has chosen of it, with the checkpoint; None: nothing, the setting holds
-    alpha_chosen: bool | None = None
 
     def __init__(
         self,
@@ -105,7 +102,6 @@ class CalibrationModule(LightningModule):
         self.backbone: Backbone | None = None
         self.alpha: Alpha | None = None
         self.scored: list[Scored] = []
-        self._rng: dict[str, Tensor] | None = None
         self._tally = Tally()
         self.token_ece = TokenECE(n_bins)  # logged, and no rule to choose by: docs/selection.md
         # In a tuple: Lightning must not see the bare model as a submodule beside the backbone.
@@ -161,10 +157,10 @@ class CalibrationModule(LightningModule):
                 f"strategy {type(trainer.strategy).__name__} shards or moves parameters, and the "
                 "dot products of lambda need whole ones: use one device or ddp"
             )
-        if trainer.precision not in ("32-true", "bf16-mixed", "64-true"):
+        if trainer.precision not in ("32-true", "bf16-mixed", "16-mixed", "64-true"):
             raise ValueError(
-                f"precision {trainer.precision} is not supported (16-mixed would need one loss "
-                "scale for both gradients, which is not built yet); use bf16-mixed or 32-true"
+                f"precision {trainer.precision} would halve the parameters that are trained: use "
+                "bf16-mixed, 16-mixed or 32-true"
             )
         return []
 
@@ -225,98 +221,6 @@ class CalibrationModule(LightningModule):
             torch.distributed.all_reduce(flat)
             for t, summed in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
                 t.copy_(summed.view_as(t))
-
-    # ---- rates and steps ------------------------------------------------------------------
-
-    def configure_optimizers(self):
-        """Theta's optimizer (and alpha's, where trained) with warm-up and cosine, kept by hand."""
-        optimizers = self.optimizers_with_rates()
-        return optimizers, [torch.optim.lr_scheduler.LambdaLR(o, self._rate) for o in optimizers]
-
-    def _rate(self, k: int) -> float:
-        """Share of the peak rate in train item k: linear warm-up, then a cosine to 0."""
-        total = self.trainer.num_training_batches * (self.trainer.max_epochs or 1)
-        if math.isinf(total):  # no loader yet, see on_train_start
-            return 1.0
-        return warmup_cosine(k, total, round(self.hparams.warmup_fraction * total))
-
-    def on_train_start(self) -> None:
-        """Set the rates now that the number of items is known, and the dice where they lay.
-
-        Not through `trainer.estimated_stepping_batches` in `configure_optimizers`: it makes the
-        loaders before a checkpoint is read, and Lightning then never gives them their state back.
-        """
-        if self.trainer.max_epochs in (None, -1):
-            raise ValueError("set trainer.max_epochs: the cosine needs the number of iterations")
-        if math.isinf(self.trainer.num_training_batches):
-            raise ValueError(
-                "the train loader has no length, which the cosine needs: give it a __len__ or set "
-                "trainer.limit_train_batches"
-            )
-        if self._rng is not None:
-            torch.set_rng_state(self._rng["cpu"].cpu())
-            if self.device.type == "cuda":
-                torch.cuda.set_rng_state(self._rng["cuda"].cpu(), self.device)
-            self._rng = None
-        for scheduler in self._schedulers():
-            groups = scheduler.optimizer.param_groups
-            for group, peak in zip(groups, scheduler.base_lrs, strict=True):
-                group["lr"] = peak * self._rate(scheduler.last_epoch)
-
-    def _schedulers(self) -> list:
-        found = self.lr_schedulers()
-        return [] if found is None else found if isinstance(found, list) else [found]
-
-    def optimizers_with_rates(self) -> list[torch.optim.Optimizer]:
-        """The optimizers in order of the schedulers; theta's comes first."""
-        params = self.backbone.theta()
-        return [with_rate(self._theta_optimizer, params, self.hparams.lower_lr, "lower_lr")]
-
-    def step_theta(self) -> None:
-        """One step of theta's optimizer along .grad, clamp; counts as trainer.global_step."""
-        optimizers = self.optimizers()
-        theta_optimizer = optimizers[0] if isinstance(optimizers, list) else optimizers
-        theta_optimizer.step()
-        theta_optimizer.zero_grad()
-        with torch.no_grad():
-            clamp_(self.backbone.theta(), self.hparams.clip)
-
-    def step_schedulers(self) -> None:
-        """One step of every schedule, once a train item: Lightning leaves them alone here."""
-        for scheduler in self._schedulers():
-            scheduler.step()
-
-    # ---- checkpoints ----------------------------------------------------------------------
-
-    def _trained(self) -> set[str]:
-        return {name for name, p in self.named_parameters() if p.requires_grad}
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep what was trained; the base model is where it came from."""
-        kept = self._trained()
-        checkpoint["state_dict"] = {
-            name: t for name, t in checkpoint["state_dict"].items() if name in kept
-        }
-        # dropout of the inner loop goes on where it was
-        rng = {"cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            rng["cuda"] = torch.cuda.get_rng_state(self.device)
-        checkpoint["rng"] = rng
-        checkpoint["alpha_chosen"] = self.alpha_chosen
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another model or method, which strict_loading=False would hide."""
-        self.configure_model()
-        self._rng = checkpoint.get("rng")
-        self.alpha_chosen = checkpoint.get("alpha_chosen")
-        wanted, found = self._trained(), set(checkpoint["state_dict"])
-        if wanted != found:
-            missing, unknown = sorted(wanted - found), sorted(found - wanted)
-            raise ValueError(
-                f"the checkpoint does not fit {type(self).__name__}: {len(missing)} tensors "
-                f"missing {missing[:2]}, {len(unknown)} unknown {unknown[:2]}; use the settings "
-                "(lora, alpha, model) that it was trained with"
-            )
 
     # ---- evaluation -----------------------------------------------------------------------
 

@@ -456,7 +456,7 @@ def test_a_loader_without_a_length_is_refused(tiny_lm, tiny_tokenizer, tmp_path)
 
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
 def test_halved_parameters_are_refused(precision, tiny_lm, tiny_tokenizer, tmp_path):
-    with pytest.raises(ValueError, match=f"precision {precision} is not supported"):
+    with pytest.raises(ValueError, match=f"precision {precision} would halve"):
         trainer(tmp_path, precision=precision).fit(calm(tiny_lm, tiny_tokenizer), Foreign())
 
 
