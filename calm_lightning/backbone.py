@@ -166,7 +166,7 @@ class Backbone(nn.Module):
 def load_tokenizer(model_name: str) -> PreTrainedTokenizerBase:
     """Tokenizer of a hub id, a local folder or a GGUF file."""
     with _named(model_name):
-        return AutoTokenizer.from_pretrained(resolve(model_name))
+        return AutoTokenizer.from_pretrained(resolve(model_name), trust_remote_code=False)
 
 
 def load_lm(
@@ -184,10 +184,17 @@ def load_lm(
     """
     with _named(model_name):
         lm = AutoModelForCausalLM.from_pretrained(
-            resolve(model_name), dtype=dtype, quantization_config=quantization
-        )
+            resolve(model_name), dtype=dtype, quantization_config=quantization,
+            trust_remote_code=False,  # None would ask at the terminal
+        )  # fmt: skip
     lm.config.use_cache = False
     lm.get_output_embeddings().requires_grad_(False)
+    for layer in lm.modules():
+        # bitsandbytes 0.50 repacks NF4 weights in the first forward without gradients where a CPU
+        # has AVX512-BF16: from then on evaluation is another model than training, the weights no
+        # longer dequantise, and widths have to be multiples of its block
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False
     return lm
 
 

@@ -117,6 +117,10 @@ def test_nf4_trains_adapters_only_and_needs_them(tiny_model_dir):
         with_lora(lm, None)
     backbone = Backbone(with_lora(lm, lora()).train())
     assert all(p.dtype == torch.float32 for p in backbone.theta())
+    repacks = [m.support_avx512bf16_for_cpu for m in lm.modules()
+               if hasattr(m, "support_avx512bf16_for_cpu")]  # fmt: skip
+    assert repacks
+    assert not any(repacks)
     hidden, _ = backbone.hidden(torch.arange(6)[None], torch.ones(1, 6, dtype=torch.long))
     grads = torch.autograd.grad(hidden.float().pow(2).sum(), backbone.theta())
     assert sum(g.abs().sum() for g in grads) > 0
